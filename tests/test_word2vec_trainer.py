@@ -15,7 +15,15 @@ from rich.console import Console
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec import progress as progress_module
-from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
+from speedtransfer.word2vec.optimizers import (
+    DEFAULT_LR,
+    FALLBACK_LR,
+    LR_END,
+    default_lr,
+    make_optimizer,
+    options_apart,
+    set_lr,
+)
 from speedtransfer.word2vec.progress import (
     FEW_STEPS,
     Losses,
@@ -23,11 +31,10 @@ from speedtransfer.word2vec.progress import (
     TrainingProgress,
     warning_of_few_steps,
     warning_of_loss,
-    warning_of_overshoot,
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import choose_schedule, most_words
+from speedtransfer.word2vec.sampler import choose_schedule
 from speedtransfer.word2vec.trainer import Callback
 
 TOPICS, WORDS_A_TOPIC = 6, 8
@@ -103,6 +110,32 @@ def test_options_of_optimizers(monkeypatch):
     assert make_optimizer("adamw", param, options={"weight_decay": 0.1}).param_groups[0]["weight_decay"] == 0.1
     assert make_optimizer("adam", param, lr=0.5).param_groups[0]["lr"] == 0.5
     assert Settings(optimizer="LBFGS").first_lr == FALLBACK_LR
+
+
+def test_options_of_several_processes():
+    for name in ("adam", "AdamW", "rmsprop", "nadam", "radam"):
+        lr = default_lr(name)
+        assert options_apart(name, lr) == (pytest.approx(30), {"eps": 1000.0})
+        assert options_apart(name, lr, {"eps": 5.0}) == (lr, {"eps": 5.0})
+    assert options_apart("adamw", 0.6, {"weight_decay": 0.1}) == (
+        pytest.approx(60),
+        {"weight_decay": 0.1, "eps": 1000.0},
+    )
+    for name in ("adagrad", "adamax", "sgd", "adadelta"):
+        assert options_apart(name, 0.1) == (0.1, None)
+    chosen, parameters = Settings(lr=0.02), [torch.nn.Parameter(torch.zeros(1, 1))]
+    apart = make_optimizer(chosen.optimizer, parameters, *options_apart(chosen.optimizer, chosen.first_lr))
+    # In the numbers that the user has given, or may give.
+    assert "lr=0.02 with eps=10 moves rows at 0.002" in warning_of_rate(chosen, apart)
+
+
+def test_a_run_begun_with_another_eps_goes_on_with_it(corpus):
+    """As several processes had one before it was larger for them."""
+    trainer = Trainer(corpus, Settings(**QUICK))
+    state, lr = trainer.state(), trainer._first_lr
+    trainer._eps, trainer._first_lr = 1000.0, 100 * lr
+    trainer.load_state(state)
+    assert (trainer._first_lr, trainer._eps) == (pytest.approx(lr), 10.0)
 
 
 def test_learning_rate_falls_along_a_line():
@@ -189,8 +222,7 @@ SCHEDULES = {0: (50, 32), 640: (50, 32), 1000: (32, 32), 12_799: (5, 32), 12_800
 def test_schedule():
     for num_kept_words, chosen in SCHEDULES.items():
         assert choose_schedule(num_kept_words, None, None) == chosen
-    for ranks, chosen in {2: 1024, 4: 1024, 8: 512, 200: 32}.items():
-        assert choose_schedule(1e12, None, None, ranks) == (5, chosen)
+    assert choose_schedule(1e12, None, None, 200) == (5, 16_384)
     assert choose_schedule(1_000_000, None, None, 4) == (5, 1024)
     assert choose_schedule(640, None, 5000, 4) == choose_schedule(640, None, 5000) == (50, 5000)
     assert choose_schedule(10_000, 100, None) == (100, 512)  # more epochs, larger blocks
@@ -249,9 +281,6 @@ def test_few_steps(caplog):
     assert "smaller" not in warning_of_few_steps(10, 50, 16)
     train(io.BytesIO(b"one two three four five six\n" * 4), 4, min_count=1, sample=0, device="cpu", progress=False)
     assert caplog.messages == [warning_of_few_steps(50, 50, 32)]
-    assert warning_of_overshoot(1, 16_384, most_words(1)) == warning_of_overshoot(4, 1024, most_words(4)) == ""
-    assert "from 2,048 words of a step each" in (said := warning_of_overshoot(2, 2048, most_words(2)))
-    assert said.endswith("pass block_words=1024")
 
 
 @pytest.mark.parametrize(

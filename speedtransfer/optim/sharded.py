@@ -46,6 +46,8 @@ class Sharded(Owners):
     is_alone = has_whole = shows_sparse = False
     # Whether rows have in each process the numbers that they have in the whole table.
     is_shared: ClassVar[bool] = False
+    # Whether gradients of a row are added adaptively (`added_adaptively`), and not averaged; the same in all processes.
+    is_adaptive = False
     lookups_kind: ClassVar[type[ShardLookups]] = ShardLookups
     partition: Partition
 
@@ -118,8 +120,10 @@ class Sharded(Owners):
                 order = torch.empty(0, dtype=torch.int64, device=grad.device)
             else:
                 order = route.order.to(grad.device)
-            # The mean over processes, as of DistributedDataParallel.
-            values = grad[order].mul_(1 / self.exchange.ranks)
+            values = grad[order]
+            if not self.is_adaptive:
+                # The mean over processes, as of DistributedDataParallel.
+                values.mul_(1 / self.exchange.ranks)
             segments.extend(Segment(part, sends, receives) for part in self._encoded(values, lookup.number).values())
         return segments
 
@@ -150,7 +154,7 @@ class Sharded(Owners):
         for lookup, has in touched:
             got = {name: next(parts) for name in names}
             grads = got[""] if codec is None else decode_rows(codec, got)
-            kept, total = _summed(lookup.route, has, grads)
+            kept, total = _summed(lookup.route, has, grads, self.is_adaptive)
             read, owned = lookup.read, lookup.route.owned
             lookup.is_open = False
             if len(kept) < len(owned):
@@ -308,17 +312,21 @@ class Sharded(Owners):
 
     def copy_to(self, handle: Any) -> None:  # noqa: D102
         handle.owners = type(self)(handle, self.exchange, self.partition.copy(), self.comm_dtype)
+        handle.owners.is_adaptive = self.is_adaptive
 
 
-def _summed(route: Route, has: Sequence[int], grads: Tensor) -> tuple[Tensor, Tensor]:
+def _summed(route: Route, has: Sequence[int], grads: Tensor, is_adaptive: bool) -> tuple[Tensor, Tensor]:
     """Return which of `route.owned` have a gradient, and its sums, added in the order of the ranks: always the same bits."""
     total = grads.new_zeros(len(route.owned), grads.shape[1])
     touched = torch.zeros(len(route.owned), dtype=torch.bool, device=grads.device)
     start = begin = 0
     for count, some in zip(route.receives, has, strict=True):
         if some:
-            rows = route.inverse[start : start + count]
-            total.index_add_(0, rows, grads[begin : begin + count])
+            rows, part = route.inverse[start : start + count], grads[begin : begin + count]
+            if is_adaptive:
+                total[rows] = added_adaptively(total[rows], part)
+            else:
+                total.index_add_(0, rows, part)
             touched[rows] = True
             begin += count
         start += count
@@ -326,3 +334,14 @@ def _summed(route: Route, has: Sequence[int], grads: Tensor) -> tuple[Tensor, Te
         return torch.arange(len(total), device=grads.device), total
     kept = touched.nonzero().flatten()
     return kept, total[kept]
+
+
+def added_adaptively(first: Tensor, second: Tensor) -> Tensor:
+    """Return, for each row of two gradients, ``(n, dim)``, their sum where they are orthogonal and their mean where equal.
+
+    Adasum (S. Maleki et al., arXiv:2006.02924): a and b become ``(1 - ab / 2aa) a + (1 - ab / 2bb) b``, as what the second
+    would have learnt after the first had moved the row is no longer what it has learnt beside it.
+    """
+    product = (first * second).sum(1, keepdim=True)
+    shares = (1 - product / (2 * each.square().sum(1, keepdim=True)).clamp_min(1e-30) for each in (first, second))
+    return sum(share * each for share, each in zip(shares, (first, second), strict=True))  # type: ignore[return-value]

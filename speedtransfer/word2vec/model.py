@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.optim import Sharded
 from speedtransfer.ranks import Exchange, exchange_of
 from speedtransfer.tables import row_chunks
 from speedtransfer.untrusted import storage_error
@@ -84,25 +85,27 @@ class Word2Vec(nn.Module):
 
     def _make_table(self, name: str, num_rows: int, settings: Settings) -> Embedding:
         path, device = self._files.paths.get(name), resolve_device(settings.device)
-        return _ZeroEmbedding(
+        table = _ZeroEmbedding(
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),
         )  # fmt: skip
+        owners = table._handle.owners
+        if isinstance(owners, Sharded):
+            # How far each process would move a row, having trained it on a block of its own, is no gradient to be averaged.
+            owners.is_adaptive = True
+        return table
 
     def discard(self) -> None:
         """Remove the table files that this model made, if any. The model itself keeps working, on files without a name."""
         self._files.remove()
 
     @torch.no_grad()
-    def deposit_gradients(
-        self, block: Block, with_loss: bool = True, rate: float | None = None, processes: int = 1
-    ) -> BlockGradients:
+    def deposit_gradients(self, block: Block, with_loss: bool = True, rate: float | None = None) -> BlockGradients:
         """Train copies of the rows of `block`, and deposit how far they moved as gradients for ``optimizer.step()``.
 
         The host does not wait for a CUDA device, unless tensors of `block`, better prepared by `prepare`, are there. `rate` is
-        the learning rate of that training: that of SGD where this is the optimizer. `processes` is how many train on blocks of
-        their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
-        of `input` (`center`) and of `output`, belongs to the optimizer from now on.
+        the learning rate of that training: that of SGD where this is the optimizer. The memory of the gradients returned, of
+        rows of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
         block = self.prepare(block)
         places: Any = block.places
@@ -115,9 +118,6 @@ class Word2Vec(nn.Module):
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
-        if processes > 1:
-            result.center.mul_(processes)
-            result.context.mul_(processes)
         active.add_grad(result.center)
         output.add_grad(result.context)
         return result

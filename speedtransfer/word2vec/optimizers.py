@@ -48,6 +48,9 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     # so it learns less than the others.
     "rprop": {"step_sizes": (1e-6, 0.01)},
 }
+# Where processes learn apart from each other: rows that each of them has had often are then no slower than others, which all
+# have trained to go with them. With 10 the vectors of many words got one dimension in common.
+_EPS_APART = 1000.0
 STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # they move a row by lr times its gradient
 LR_END = 1e-4
 _NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # refused at the first step: not offered
@@ -72,6 +75,19 @@ def find_optimizer(name: str) -> type[Optimizer]:
 def default_lr(name: str, model: str = "skipgram") -> float:
     """Return the first learning rate for the optimizer called `name`."""
     return DEFAULT_LR.get(name.lower(), FALLBACK_LR) * (RATES[model] / RATES["skipgram"])
+
+
+def options_apart(
+    name: str, lr: float, options: Mapping[str, Any] | None = None
+) -> tuple[float, Mapping[str, Any] | None]:
+    """Return learning rate and options for several processes that train on blocks of their own: both as much larger as eps.
+
+    Those that are given stay, with an eps among the options, and where eps has no default.
+    """
+    eps = DEFAULT_OPTIONS.get(name.lower(), {}).get("eps", _EPS_APART)
+    if "eps" in (options or {}) or eps >= _EPS_APART:
+        return lr, options
+    return lr * (_EPS_APART / eps), {**(options or {}), "eps": _EPS_APART}
 
 
 def block_rate(name: str, model: str, lr: float, first_lr: float) -> float:

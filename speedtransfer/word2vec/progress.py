@@ -164,21 +164,12 @@ def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
     )
 
 
-def warning_of_overshoot(processes: int, block_words: int, most: int) -> str:
-    """Return a warning of several processes that each learn from more than `most` words of a step; else ""."""
-    if processes == 1 or block_words <= most:
-        return ""
-    return (
-        f"the {processes} processes learn from {block_words:,} words of a step each and add that up, which costs quality "
-        f"above {most:,}; pass block_words={most}"
-    )
-
-
 def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
     """Return a warning of a learning rate far from word2vec's; "" where it is near, or cannot be compared."""
     name, lr, usual = settings.optimizer.lower(), settings.first_lr, RATES[settings.model]
     scaled = "eps" in DEFAULT_OPTIONS.get(name, {})
-    eps = float(optimizer.defaults["eps"]) if scaled else 1.0
+    # Of several processes both are larger by the same factor (`options_apart`).
+    eps = float(optimizer.defaults["eps"]) * (lr / optimizer.defaults["lr"]) if scaled else 1.0
     if settings.lr is None or eps == 0 or (not scaled and name not in STEPS_AS_GIVEN):
         return ""
     rate = lr / eps

@@ -26,9 +26,6 @@ CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where the
 STEPS = 1_000  # that a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
-# Of a block of one of several processes, and of all their blocks: what each has learnt from the same rows is added up, and
-# larger ones cost quality (docs/word2vec.md).
-WORDS_APART, WORDS_TOGETHER = 1024, 4096
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
 
 
@@ -175,12 +172,6 @@ def choose_schedule(
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))
         epochs = min(max(needed, EPOCHS), MOST_EPOCHS)
     if block_words is None:
-        most = most_words(ranks)
-        fitting = max(min(int(epochs * num_kept_words / STEPS / ranks), most), FEWEST_BLOCK_WORDS)
+        fitting = max(min(int(epochs * num_kept_words / STEPS / ranks), BLOCK_WORDS), FEWEST_BLOCK_WORDS)
         block_words = 1 << fitting.bit_length() - 1
     return epochs, block_words
-
-
-def most_words(ranks: int) -> int:
-    """Return how many words of a step each process should train on at most."""
-    return BLOCK_WORDS if ranks == 1 else max(min(WORDS_APART, WORDS_TOGETHER // ranks), FEWEST_BLOCK_WORDS)

@@ -20,7 +20,7 @@ from speedtransfer.nn import prefetch
 from speedtransfer.ranks import DifferenceError, exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
-from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
+from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, options_apart, set_lr
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.progress import (
     MOST_WORDS,
@@ -29,11 +29,10 @@ from speedtransfer.word2vec.progress import (
     TrainingProgress,
     warning_of_few_steps,
     warning_of_loss,
-    warning_of_overshoot,
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import Sampler, choose_schedule, most_words
+from speedtransfer.word2vec.sampler import Sampler, choose_schedule
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.vectors import Vectors
@@ -111,7 +110,11 @@ class Trainer:
         self.sampler = Sampler(corpus.ids, corpus.vocabulary, settings, corpus.starts)
         self.model = Word2Vec(corpus.vocabulary, settings, self._group)
         parameters = self.model.parameters()
-        self.optimizer = make_optimizer(settings.optimizer, parameters, settings.first_lr, settings.options)
+        self._first_lr, options = settings.first_lr, settings.options
+        if self.processes > 1:
+            self._first_lr, options = options_apart(settings.optimizer, self._first_lr, options)
+        self.optimizer = make_optimizer(settings.optimizer, parameters, self._first_lr, options)
+        self._eps = self.optimizer.defaults.get("eps")
         self.step = 0
         # Blocks that this process trains on, and the first of them, of all that are drawn from its corpus.
         num_blocks, self._first, self._stride = self.epochs * len(self.sampler), 0, 1
@@ -176,11 +179,11 @@ class Trainer:
                 # The ids of the next block are on their way to the owners of their rows while this one is trained on.
                 self._blocks = iter(prefetch(self._blocks, self.model.ids_of, depth=1))
         block = next(self._blocks)
-        set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
+        set_lr(self.optimizer, self._first_lr, self.step / self.num_steps)
         # A single word makes no pair, but among processes all must make the lookups.
         if len(block.words) > 1 or self.processes > 1:
-            rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
-            result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self.processes)
+            rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self._first_lr)
+            result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or float(result.num_pairs) > 0
@@ -217,8 +220,7 @@ class Trainer:
             for callback in callbacks:
                 callback.begin(self, progress)
             few_steps = warning_of_few_steps(self.num_steps, self.epochs, self.block_words)
-            overshoot = warning_of_overshoot(self.processes, self.block_words, most_words(self.processes))
-            _warn(few_steps, overshoot, warning_of_rate(self.settings, self.optimizer))
+            _warn(few_steps, warning_of_rate(self.settings, self.optimizer))
             entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
             with entered as stop, _leave_a_core(self.model.input.table.device):
                 self._train(progress, callbacks, stop)
@@ -295,6 +297,9 @@ class Trainer:
             raise ValueError(f"step {self.step} of {self.num_steps}")
         self._losses.load_state(state)
         self._has_learned = state["has_learned"]
+        if self._eps is not None and (eps := self.optimizer.param_groups[0]["eps"]) != self._eps:
+            # That of a run of several processes from before `options_apart`, which goes on as it began.
+            self._first_lr, self._eps = self._first_lr * (eps / self._eps), eps
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from hosts import end, torchrun
 
@@ -19,6 +20,8 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec import Corpus, Settings, train
 from speedtransfer.word2vec import trainer as trainer_module
+from speedtransfer.word2vec.gradients import block_gradients
+from speedtransfer.word2vec.optimizers import set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run_folder import train_into
 from speedtransfer.word2vec.trainer import Callback, Trainer
@@ -188,7 +191,9 @@ def test_a_divided_run_has_the_same_bits_in_all_ways(two, tmp_path):
 
 
 def trained_by_the_first(pattern: str) -> np.ndarray:
-    trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
+    # Else that of several processes is larger.
+    settings = Settings(**QUICK, options={"eps": 10.0})
+    trainer = Trainer(Corpus(pattern, settings=settings), settings)
     trainer.num_steps = len(trainer.sampler)
     trainer._block_of = lambda step: None if world() is not None and dist.get_rank() else step
     while trainer.step < trainer.num_steps:
@@ -202,6 +207,59 @@ def test_steps_without_words_change_nothing(two, tmp_path):
     alone = trained_by_the_first(pattern)
     for matrix in two(trained_by_the_first, pattern):
         np.testing.assert_array_equal(matrix, alone)
+
+
+def some_steps(pattern: str) -> np.ndarray:
+    trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
+    for _ in range(6):
+        trainer.train_step()
+    return trainer.vectors().matrix.copy()
+
+
+def adaptively_added(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of gradients (n, dim) of the same rows, as the paper of Adasum has it, row by row and in float64."""
+    made = []
+    for total, *others in zip(*(part.double() for part in parts), strict=True):
+        for other in others:
+            if total.any() and other.any():
+                along = float(total @ other)
+                total = (1 - along / (2 * float(total @ total))) * total + (
+                    1 - along / (2 * float(other @ other))
+                ) * other
+            else:
+                total = total + other
+        made.append(total)
+    return torch.stack(made)
+
+
+def test_what_three_learn_apart_is_added_adaptively(three, tmp_path):
+    """As in one process that trains three blocks from the same rows; with AdamW's eps and rate of several processes."""
+    pattern = parts(tmp_path)
+    settings = Settings(**QUICK, lr=30.0, options={"eps": 1000.0})
+    trainer = Trainer(Corpus(pattern, settings=settings), settings)
+    model, optimizer, sampler = trainer.model, trainer.optimizer, trainer.sampler
+    num_blocks = settings.epochs * len(sampler)
+    for step in range(6):
+        share = step / -(-num_blocks // 3)
+        set_lr(optimizer, 30.0, share)
+        tables = {model.input: list[torch.Tensor](), model.output: list[torch.Tensor]()}
+        rows = [table.weight.detach().clone() for table in tables]
+        for number in range(3 * step, 3 * step + 3):
+            places = model.prepare(sampler.block(number)).places
+            found = [places.bags.rows.ids, places.outputs.ids]
+            made = block_gradients(
+                *(some[ids] for some, ids in zip(rows, found, strict=True)), places, rate=0.03 * (1 - share)
+            )
+            for parts_, ids, grad in zip(tables.values(), found, (made.center, made.context), strict=True):
+                parts_.append(torch.zeros_like(rows[0]).index_copy_(0, ids, grad))
+        for table, grads in tables.items():
+            ids = torch.stack([grad.any(1) for grad in grads]).any(0).nonzero()[:, 0]
+            table.activate(ids).add_grad(adaptively_added([grad[ids] for grad in grads]).float())
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = trainer.vectors().matrix
+    for matrix in three(some_steps, pattern):
+        np.testing.assert_allclose(matrix, expected, rtol=1e-4, atol=1e-6)
 
 
 def calls_of_a_step(pattern: str) -> float:
