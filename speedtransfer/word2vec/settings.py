@@ -166,8 +166,7 @@ class Settings:
     q : float
         In-out parameter of node2vec: above 1 walks stay near where they were, below 1 they go far.
     block_words : int, optional
-        Words in a step of each process, after subsampling; by default 16,384, or down to 32 for a small corpus; of several
-        processes 4,096 together.
+        Words in a step of each process, after subsampling; by default 16,384, or down to 32 for a small corpus.
     shared_negatives : int, optional
         Negative samples drawn for every 512 words of a step, which these share; by default 512, for CBOW 256.
     seed : int
