@@ -406,15 +406,16 @@ def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("every", [211, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [35, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) -> None:
     _, paths = chain(tmp_path)
     wanted, counted = Net(idle="lazy"), Interrupt()
     assert not counted.during(lambda: st.apply_delta(paths[0], wanted))
-    torn = 0
-    for at in range(1, len(counted.places), every):
+    tried = torn = 0
+    # The first visits of each line, and the last, which not every apply comes to.
+    for at in counted.visits(2)[::every]:
         copy, interrupt = Net(idle="lazy"), Interrupt(at)
-        assert interrupt.during(lambda copy=copy: st.apply_delta(paths[0], copy))
+        tried += interrupt.during(lambda copy=copy: st.apply_delta(paths[0], copy))
         whole = contents(copy) == contents(wanted)
         torn += not whole and contents(copy) != contents(Net(idle="lazy"))
         if whole:
@@ -423,6 +424,7 @@ def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) 
             st.apply_delta(paths[0], copy)
         assert contents(copy) == contents(wanted)
     assert torn
+    assert tried > 50
 
 
 def test_killed_as_it_saves(tmp_path: Path) -> None:
