@@ -23,9 +23,9 @@ from speedtransfer.checkpoint.delta_checks import (
 )
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
+from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import (
     Mark,
-    MarkedTable,
     check_kind,
     contents_of,
     given_for_delta,
@@ -130,8 +130,11 @@ def apply_delta(
                 for key, table in marked_tables(model, bool(optimizers)).items():
                     check_stored(delta, key, table)
                 for key, table in tables.items():
-                    if not table.of_ids and delta.tables[key].rows > table.count:
+                    if table.of_ids:
+                        table.make_room_for(delta.rows[key].ids.numpy(), delta.rows[key].gone.numpy())
+                    elif delta.tables[key].rows > table.count:
                         table.handle.grow(delta.tables[key].rows)
+            processes.tell_sizes()
             # Rows that have got other ids are not told apart from those of another run.
             torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
             stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
@@ -167,25 +170,24 @@ def _check_given(
         check_follows(delta, mark)
     for table in tables.values():
         table.handle.table.check_writable()
-    if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
-        key: table.count for key, table in tables.items()
-    }:
+    if mark is not None and not (
+        mark._contents.keys() == tables.keys()
+        and all(table.has_as_many(mark._contents[key]) for key, table in tables.items())
+    ):
         raise InvalidValueError("mark is of a model with other tables; pass what st.apply_delta returned for this one")
 
 
 def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
     """Write the rows of a delta into a table."""
     found, handle = delta.rows[key], table.handle
-    rows, parts = found.ids, found.parts
+    parts = found.parts
     if table.of_ids:
-        vocabulary = handle.id_space.vocabulary
-        vocabulary.update(changes_of(delta, key, handle))
-        rows = vocabulary.rows(rows)
+        handle.id_space.vocabulary.follow_changes(changes_of(delta, key, table))
         _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
     # Rows that were read ahead are old.
     handle.owners.changes += 1
+    at, rows = map(torch.from_numpy, table.owned(found.ids.numpy()))
     if not handle.owners.has_whole:
-        at, rows = handle.owners.owned(rows)
         parts = {name: bits_of(part)[at].view(part.dtype) for name, part in parts.items()}
     _write(table, rows, parts)
     handle.table.wait()

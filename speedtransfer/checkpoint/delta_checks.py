@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.delta_file import Delta, vocabulary_facts
-from speedtransfer.checkpoint.marks import Mark, MarkedTable
+from speedtransfer.checkpoint.marked_table import MarkedTable
+from speedtransfer.checkpoint.marks import Mark
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum, total_of
+from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.optim import Handle
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary import Changes
 from speedtransfer.vocabulary.initial import check_initial
@@ -34,7 +35,7 @@ def check_fits(delta: Delta, tables: Mapping[str, MarkedTable]) -> None:
             )
         check_stored(delta, key, table, state=False)
         if of_ids:
-            table.handle.id_space.vocabulary.check_changes(changes_of(delta, key, table.handle))
+            table.handle.id_space.vocabulary.check_changes(changes_of(delta, key, table))
 
 
 def check_follows(delta: Delta, mark: Mark) -> None:
@@ -106,17 +107,10 @@ def content_after(delta: Delta, key: str, table: MarkedTable, now: Content, chec
 
 def _check_rows(key: str, table: MarkedTable, ids: np.ndarray, had: np.ndarray) -> None:
     """Raise unless the rows of a table are those of a mark, which `had` says."""
-    keys, at = ids, ids
-    if table.of_ids:
-        at = table.handle.id_space.vocabulary.rows(torch.from_numpy(ids)).numpy()
-        there = np.flatnonzero(at >= 0)
-        at = at[there]
-    else:
-        # Beyond are those that an apply is to add.
-        inside = np.flatnonzero(at < table.count)
-        mine, at = table.owned(at[inside])
-        there = inside[mine]
-    keys, had = keys[there], had[there]
+    # Others are those that an apply is to add.
+    known = np.arange(len(ids)) if table.of_ids else np.flatnonzero(ids < table.count)
+    mine, at = table.owned(ids[known])
+    keys, had = ids[known][mine], had[known][mine]
     for some in row_chunks(len(at), table.row_bytes):
         if not np.array_equal(hashes_of(keys[some], table.read(at[some]), table.fills), had[some]):
             raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")
@@ -134,17 +128,19 @@ def _merged(now: Content, ids: np.ndarray, found: np.ndarray, gone: np.ndarray, 
     return Content(np.concatenate([now.hashes[stays], found])[order], keys[order], reserved)
 
 
-def changes_of(delta: Delta, key: str, handle: Handle) -> Changes:
-    """Return what has changed in a vocabulary."""
-    rows, facts = delta.rows[key], delta.tables[key].vocabulary
+def changes_of(delta: Delta, key: str, table: MarkedTable) -> Changes:
+    """Return what has changed in a vocabulary; of several processes with the rows of this one."""
+    rows, facts, stored = delta.rows[key], delta.tables[key].vocabulary, table.handle.rows
     assert facts is not None
+    own = torch.from_numpy(table.owns(rows.ids.numpy()))
+    found = {name: bits_of(part)[own].view(part.dtype) for name, part in rows.parts.items()}
     values = [
-        handle.rows.decode("weight", {part: found["weight" + part] for part in handle.rows.part_specs("weight")})
-        for found in (rows.parts, rows.reserved)
+        stored.decode("weight", {part: each["weight" + part] for part in stored.part_specs("weight")})
+        for each in (found, rows.reserved)
     ]
     initial = None if facts["initial"] is None else check_initial(facts["initial"])
     return Changes(
-        *(rows.ids, values[0], rows.gone, values[1], facts["clock"], False),
+        *(rows.ids[own], values[0], rows.gone, values[1], facts["clock"], False),
         seed=facts["seed"],
         initial=initial,
         padding_idx=facts["padding_idx"],

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.marks import MarkedTable, Place
+from speedtransfer.checkpoint.marked_table import MarkedTable
+from speedtransfer.checkpoint.marks import Place
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.tables import files

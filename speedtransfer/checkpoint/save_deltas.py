@@ -20,9 +20,9 @@ from speedtransfer.checkpoint.delta_file import (
     digest,
     vocabulary_facts,
 )
+from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import (
     Mark,
-    MarkedTable,
     Place,
     check_kind,
     contents_of,
@@ -38,7 +38,6 @@ from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, read_chunks
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
-from speedtransfer.optim.owners import Owners
 from speedtransfer.rows import Rows
 from speedtransfer.tables import PathLike, files
 
@@ -106,10 +105,7 @@ def save_delta(
     with held(tables), torch.no_grad():
         now = contents_of(tables, progress)
         changed = {key: _changed(key, tables[key], since._contents[key], now[key]) for key in tables}
-        picked = ChangedRows(
-            {tables[key].handle.rows: rows for key, (_, rows) in changed.items()},
-            {table.handle.rows: table.handle.owners for table in tables.values()},
-        )
+        picked = ChangedRows({table.handle.rows: (table, now[key].keys[changed[key]]) for key, table in tables.items()})
         with processes.together():
             plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
         picked.gather(plans)
@@ -117,8 +113,8 @@ def save_delta(
         tables = marked_tables(model, bool(optimizers))
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
-            before, after, (at, rows) = since._contents[key], now[key], changed[key]
-            planes = names.get(table.handle.rows, {}) | _take_ids(key, table, rows, plans["model"], content)
+            before, after, at = since._contents[key], now[key], changed[key]
+            planes = names.get(table.handle.rows, {}) | _take_ids(key, table, at, plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
                     f"{key} has state ({sorted(table.fills.keys() - planes.keys())[:3]}) of another optimizer, or of before a "
@@ -158,52 +154,49 @@ def save_delta(
     return Mark(now, bool(optimizers), place)
 
 
-def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> tuple[np.ndarray, np.ndarray]:
-    """Return which keys have rows that have changed, by their place among them, and the numbers of these rows."""
+def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> np.ndarray:
+    """Return which keys have rows that have changed, by their place among them."""
     if table.of_ids is not (before.ids is not None) or (len(before.keys) > len(after.keys) and not table.of_ids):
         raise InvalidValueError(
             f"since has {len(before.keys)} rows of {key!r} but the table has {len(after.keys)}; mark this model"
         )
-    at = np.flatnonzero(before.of(after.keys) != after.hashes)
-    if not table.of_ids:
-        return at, at
-    return at, table.handle.id_space.vocabulary.rows(torch.from_numpy(after.keys[at])).numpy()
+    return np.flatnonzero(before.of(after.keys) != after.hashes)
 
 
 class ChangedRows(StoredRows):
-    """Where a plan has the rows of tables from: those that have changed, by the numbers that are given."""
+    """Where a plan has the rows of tables from: those that have changed, by the keys that are given."""
 
     is_divided = False
 
-    def __init__(self, numbers: Mapping[Rows, np.ndarray], owners: Mapping[Rows, Owners]) -> None:
-        self._numbers, self._owners = numbers, owners
+    def __init__(self, changed: Mapping[Rows, tuple[MarkedTable, np.ndarray]]) -> None:
+        self._changed = changed
         self._picked: dict[Rows, dict[str, Any]] = {}
 
     def plane(self, rows: Rows, name: str) -> Any:
         """Return the changed rows of a plane of a table."""
-        numbers, table = self._numbers.get(rows), rows.table
-        if numbers is None:
+        if rows not in self._changed:
             raise InvalidValueError(
-                f"an optimizer has the state of a table of {table.num_rows} rows that the model does not have; pass a model "
-                "with all tables"
+                f"an optimizer has the state of a table of {rows.table.num_rows} rows that the model does not have; pass a "
+                "model with all tables"
             )
-        at: np.ndarray = numbers
-
-        owners = self._owners[rows]
+        table, keys = self._changed[rows]
 
         def read(some: np.ndarray) -> Tensor:
-            ids = torch.from_numpy(some)
-            _, here = owners.owned(ids)
-            return owners.to_all(ids, table.read(here.to(table.device), [name])[name])
+            _, here = table.owned(some)
+            at = torch.from_numpy(here).to(rows.table.device)
+            return table.to_all(some, rows.table.read(at, [name])[name])
 
-        picked = PickedRows(table.stored(name), len(at), lambda start, stop: at[start:stop], read)
+        picked = PickedRows(rows.table.stored(name), len(keys), lambda start, stop: keys[start:stop], read)
         self._picked.setdefault(rows, {})[name] = picked
         return picked
 
     def gather(self, plans: Mapping[str, TensorPlan]) -> None:
         """Have tensors of the rows of several processes in the place of what would ask these as it is written. Collective."""
         several = {
-            id(t) for rows, found in self._picked.items() if not self._owners[rows].has_whole for t in found.values()
+            id(t)
+            for rows, found in self._picked.items()
+            if not self._changed[rows][0].handle.owners.has_whole
+            for t in found.values()
         }
         whole = dict[int, Tensor]()
         for plan in plans.values():

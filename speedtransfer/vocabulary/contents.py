@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changes import Changes
@@ -24,6 +24,13 @@ def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray]:
         rows = live.occupied()
         rows = rows[np.argsort(live.ids[rows], kind="stable")]
         return live.ids[rows], rows
+
+
+def rows_here(vocabulary: Room, ids: np.ndarray) -> np.ndarray:
+    """Return the rows of ids (n,) in the table of this process, (n,) int64, -1 where it does not know them."""
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        return live.index.find(ids)
 
 
 def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
@@ -132,6 +139,36 @@ def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
         at = torch.from_numpy(rows).to(owner.rows.table.device)
         owner.rows.catch_up(at)
         owner.rows.put("weight", at, values)
+
+
+def make_room_for(vocabulary: Room, ids: np.ndarray, gone: np.ndarray) -> None:
+    """Have rows for ids (n,) of this process, once the ids `gone` (m,) are; others stay.
+
+    Raises
+    ------
+    HostMemoryError
+        There are not as many, and may not be.
+    InvalidValueError
+        An id in `gone` may not be forgotten now.
+    """
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        count = int(np.count_nonzero(live.index.find(ids) < 0))
+        lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
+        if lack > 0:
+            vocabulary._grow(lack)
+            lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
+        if lack > 0:
+            raise HostMemoryError(
+                f"{owner}: {count} new ids need rows, but {lack} too many for the {vocabulary.capacity} that there are; make "
+                "the module with a larger capacity, or max_capacity"
+            )
+
+
+@torch.no_grad()
+def follow_changes(vocabulary: Room, changes: Changes) -> None:
+    """Do as `update` with changes, of ids that this process has, after `make_room_for`; of several all must call it."""
+    _update(vocabulary, changes.ids.numpy(), changes.rows, changes)
 
 
 @torch.no_grad()

@@ -200,16 +200,15 @@ class Vocabulary(Room):
 
     def rows(self, ids: Any) -> Tensor:
         """Return the rows of ids in ``embedding.table``, int64 in the shape of `ids`, -1 of an unknown one."""
-        live, owner = self._bound()
-        wanted = as_ids(ids).cpu()
-        with owner.rows.lock:
-            return torch.from_numpy(owner.owners.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(
-                wanted.shape
-            )
+        wanted, owners = as_ids(ids).cpu(), self._bound()[1].owners
+        return torch.from_numpy(owners.to_whole(self.rows_here(wanted.reshape(-1).numpy()))).view(wanted.shape)
 
     by_id = contents.by_id
+    rows_here = contents.rows_here
     export = contents.export
     update = contents.update
+    make_room_for = contents.make_room_for
+    follow_changes = contents.follow_changes
     forget = contents.forget
     changed_since = contents.changed_since
     check_changes = contents.check_changes
