@@ -17,6 +17,7 @@ from speedtransfer.checkpoint.delta_checks import (
     changes_of,
     check_fits,
     check_follows,
+    check_rows,
     check_stored,
     content_after,
     has_been_applied,
@@ -70,8 +71,8 @@ def apply_delta(
         read to find out what they are, and a missing delta is noticed by its rows alone, if it has changed any.
     optimizer : torch.optim.Optimizer, optional
         If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
-        too, as by `load_checkpoint`, and the copy goes on training with the same bits; those of rank 0, if several processes
-        saved it.
+        too, as by `load_checkpoint`, and the copy goes on training with the same bits; a process beyond those that have saved
+        gets those of rank 0.
     progress : bool, optional
         A bar on standard error, for reading all rows. Default: on a terminal, if it takes more than a second.
     **objects : object
@@ -104,9 +105,9 @@ def apply_delta(
             table.handle.rows.catch_up()
         before = contents_of(tables, progress) if mark is None else mark._contents
         with processes.together():
-            after = {
-                key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()
-            }
+            for key, table in tables.items() if mark is not None else ():
+                check_rows(delta, key, table, before[key])
+            after = {key: content_after(delta, key, before[key]) for key in tables}
             # Rows are written last.
             if delta.changes and all(before[key].total == after[key].total for key in tables):
                 raise has_been_applied(delta)
@@ -116,6 +117,11 @@ def apply_delta(
                 read: Any = readers["objects"].whole.read
                 states = {name: decode(delta.content["objects"][name], read) for name in others}
                 rng = decode(delta.content["rng"], read)
+                if 0 < processes.rank <= len(delta.generators):
+                    own = delta.generators[processes.rank - 1]
+                    read = DeltaReader(delta, f"rows-{processes.rank}", tables).read
+                    rng = decode(own["rng"], read)
+                    states |= {n: decode(state, read) for n, state in own["objects"].items() if n in others}
                 check_rng_states(rng)
                 saved: list[SavedModel | SavedOptimizer] = [
                     SavedModel(delta.content["model"], model, readers["model"], of_ids)

@@ -72,7 +72,7 @@ def check_stored(delta: Delta, key: str, table: MarkedTable, state: bool = True)
         )
 
 
-def content_after(delta: Delta, key: str, table: MarkedTable, now: Content, check_rows: bool) -> Content:
+def content_after(delta: Delta, key: str, now: Content, whose: str = "the model") -> Content:
     """Return the content of a table once the delta is applied, of that `now`; raise unless it begins with what is there.
 
     Rows that an apply that was interrupted has written count as what they were.
@@ -83,8 +83,6 @@ def content_after(delta: Delta, key: str, table: MarkedTable, now: Content, chec
         now = Content(now.hashes[: saved.begins])
     ids, gone = rows.ids.numpy(), rows.gone.numpy()
     found, had, had_gone = hashes_of(ids, rows.parts, saved.fills), now.of(ids), now.of(gone)
-    if check_rows:
-        _check_rows(key, table, ids, had)
     written = had == found
     as_it_was = bool((written | (had == rows.was)).all() and ((had_gone == rows.gone_was) | (had_gone == 0)).all())
     was = np.where(written, rows.was, had)
@@ -95,9 +93,9 @@ def content_after(delta: Delta, key: str, table: MarkedTable, now: Content, chec
     as_it_was &= now.reserved in (saved.reserved, reserved)
     if not as_it_was or f"{begins % 2**64:016x}" != saved.since:
         raise InvalidValueError(
-            f"{str(delta.path)!r} begins with other rows of {key!r} ({saved.begins} of fingerprint {saved.since}) than the "
-            f"model has ({len(now.keys)} of {now.total:016x}): a delta before it is missing, or it is of another run; "
-            "apply those in between first, or begin with a checkpoint"
+            f"{str(delta.path)!r} begins with other rows of {key!r} ({saved.begins} of fingerprint {saved.since}) than "
+            f"{whose} has ({len(now.keys)} of {now.total:016x}): a delta before it is missing, or it is of another run; "
+            "apply those in between first, or begin with a checkpoint of when st.mark was called"
         )
     after = _merged(now, ids, found, gone, reserved, saved.rows)
     if f"{after.total:016x}" != saved.now:
@@ -105,8 +103,10 @@ def content_after(delta: Delta, key: str, table: MarkedTable, now: Content, chec
     return after
 
 
-def _check_rows(key: str, table: MarkedTable, ids: np.ndarray, had: np.ndarray) -> None:
-    """Raise unless the rows of a table are those of a mark, which `had` says."""
+def check_rows(delta: Delta, key: str, table: MarkedTable, now: Content) -> None:
+    """Raise unless the rows of a table that a delta changes are those of a mark, whose content is `now`."""
+    ids = delta.rows[key].ids.numpy()
+    had = now.of(ids)
     # Others are those that an apply is to add.
     known = np.arange(len(ids)) if table.of_ids else np.flatnonzero(ids < table.count)
     mine, at = table.owned(ids[known])

@@ -157,6 +157,11 @@ def _stored(node: Any) -> Iterator[dict[str, Any]]:
             yield from _stored(inner)
 
 
+def find_rows(node: Any) -> list[dict[str, Any]]:
+    """Return what in `node` says where the rows of tables are."""
+    return [found for found in _stored(node) if found["$"] == "rows"]
+
+
 def find_shards(node: Any) -> list[tuple[str, int, list[int] | None]]:
     """Return the names of the tensors of which each process has saved a part, with the number of rows of all parts.
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.delta_file import (
     FORMAT,
     VERSION,
@@ -20,6 +19,7 @@ from speedtransfer.checkpoint.delta_file import (
     digest,
     vocabulary_facts,
 )
+from speedtransfer.checkpoint.generators import gather_generators
 from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import (
     Mark,
@@ -61,7 +61,7 @@ def save_delta(
 
     With tables that several processes own (``process_group=``) all of them must call it, with the same path and marks of the
     same time. Their rows go through rank 0, which needs memory for those that have changed and writes the file: it is as that
-    of one process, with the generators and objects of rank 0.
+    of one process, with the objects of rank 0 and the generators of all.
 
     Parameters
     ----------
@@ -109,6 +109,7 @@ def save_delta(
         with processes.together():
             plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
         picked.gather(plans)
+        generators = gather_generators(processes, others, plans)
         # Those of a state that was made just now are new.
         tables = marked_tables(model, bool(optimizers))
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
@@ -123,6 +124,7 @@ def save_delta(
             said[key] = TableFacts(
                 *(len(before.keys), len(after.keys), table.handle.rows.encoding("weight"), planes, table.fills),
                 *(f"{before.total:016x}", f"{after.total:016x}", vocabulary_facts(table), before.reserved),
+                not table.handle.owners.has_whole,
             )._asdict()
             written += [_column(f"{number}.ids", after.keys[at])]
             written += [_column(f"{number}.before", before.of(after.keys[at]))]
@@ -135,7 +137,7 @@ def save_delta(
         by_row = {name for facts in said.values() for name in facts["planes"].values()}
         tensors, digests = dict[str, Any](), dict[str, str]()
         for role, plan in plans.items():
-            in_role = role in manifest.ROLES
+            in_role = not role.endswith(".reserved")
             found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
             tensors |= found
             digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
@@ -143,7 +145,8 @@ def save_delta(
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
         run, number, follows = since._place
-        about = {"run": run, "number": number + 1, "follows": follows}
+        about = {"run": run, "number": number + 1, "follows": follows, "generators": generators}
+        about["processes"] = 0 if processes.is_alone else processes.ranks
         text = json.dumps({**about, "tables": said, "digests": digests, "content": content})
         place = Place(run, number + 1, checksum(text))
         with processes.together():

@@ -18,6 +18,7 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.progress import ByteProgress
@@ -166,3 +167,14 @@ class ShardReader:
         if not pieces:
             return self._parts[0][1].read(name, slice(0, 0))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pick(self, name: str, places: Tensor) -> Tensor:
+        """Return the rows at `places`, (n,)."""
+        dtype, shape = self.spec(name)
+        whole = torch.empty(len(places), *shape[1:], dtype=dtype, device="cpu")
+        for ranges, reader in self._parts:
+            start, stop = ranges[name]
+            at = ((places >= start) & (places < stop)).nonzero().flatten()
+            if len(at):
+                bits_of(whole)[at] = bits_of(reader.pick(name, places[at] - start))
+        return whole

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from test_merge import files_of
 from torch import nn
 
 import speedtransfer as st
@@ -115,6 +116,12 @@ def follow(form: str, group: bool, folder: Path) -> list[Any]:
         known = st.apply_delta(path, world.net, known if number % 2 else None)
         assert known.fingerprints == st.mark(world.net).fingerprints
         found.append([known.fingerprints, world.look()])
+    # What `merge` has made of base and deltas is followed on.
+    other = World(form, group)
+    st.load_checkpoint(folder / "merged", other.net)
+    assert [st.mark(other.net).fingerprints, other.look()] == found[2]
+    assert st.apply_delta(paths[3], other.net).fingerprints == known.fingerprints
+    assert other.look() == found[3][1]
     assert "has been applied" in told(lambda: st.apply_delta(paths[3], world.net, known))
     assert "begins with other rows" in told(lambda: st.apply_delta(paths[0], world.net))
     world.net.emb.vocabulary.update(torch.tensor([4])[: 1 - world.rank], torch.zeros(1 - min(world.rank, 1), 5))
@@ -138,6 +145,12 @@ def test_ids_saved_by_some_followed_by_others(case: str, pool: Any, tmp_path: Pa
     for function, world in zip((lead, follow), map(int, worlds), strict=True):
         call = pool.of(world) if world else lambda function, *args: [function(*args)]
         ends.append(call(function, form, world > 0, tmp_path))
+        if function is lead:
+            deltas = [tmp_path / f"{number}.safetensors" for number in range(4)]
+            st.merge(tmp_path / "base", deltas[:2], tmp_path / "half")
+            st.merge(tmp_path / "half", deltas[2], tmp_path / "merged")
+            st.merge(tmp_path / "base", deltas[:3], tmp_path / "again")
+            assert files_of(tmp_path / "merged") == files_of(tmp_path / "again")
     for each in (*ends[0], *ends[1]):
         assert each == ends[0][0]
     assert len(ends[0][0][-1][1][2]) > 10
