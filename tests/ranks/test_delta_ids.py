@@ -41,6 +41,8 @@ class Ids(nn.Module):
         self.many = st.MultiEmbedding(
             features, 5, vocabulary=st.Vocabulary(seed=1, max_capacity=900), idle="lazy", **options
         )
+        # Ids that are the numbers of rows.
+        self.plain = st.MultiEmbedding([30, 10], 5, idle="lazy", **options)
         self.head = nn.Linear(5, 1)
 
 
@@ -51,7 +53,8 @@ class World:
         self.group = group
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         self.net = Ids(form, group, **settings)
-        self.opt = torch.optim.AdamW([*self.net.emb.parameters(), *self.net.many.parameters()], lr=0.1)
+        tables = (self.net.emb, self.net.many, self.net.plain)
+        self.opt = torch.optim.AdamW([param for table in tables for param in table.parameters()], lr=0.1)
         self.done = 0
 
     def train(self, steps: int) -> World:
@@ -60,7 +63,8 @@ class World:
             ids = (torch.randint(0, 30, (24,), generator=draw) + 10 * self.done)[self.rank :: self.ranks]
             self.opt.zero_grad()
             both = self.net.many({"a": ids, "b": ids % 5})
-            (self.net.emb(ids).float() + both["a"] + both["b"]).square().sum().backward()
+            rows = self.net.plain(torch.stack([ids % 30, ids % 10], 1)).sum(1)
+            (self.net.emb(ids).float() + both["a"] + both["b"] + rows).square().sum().backward()
             self.opt.step()
             self.done += 1
         with torch.no_grad():
@@ -89,6 +93,7 @@ class World:
         unseen = torch.tensor([-1, -2, 7])
         with torch.no_grad():
             found.append(self.net.eval().emb(unseen).tolist())
+            found.append(self.net.plain.table.gather(torch.arange(40)).tolist())
         self.net.train()
         return found
 

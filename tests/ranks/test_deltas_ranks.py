@@ -17,7 +17,7 @@ from ranks.test_checkpoint_ranks import assert_alike, draws
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.tables import chunks
 
-SETUPS = {"exact": EXACT, "int8": SMALL}
+SETUPS = {"exact": EXACT.of("sharded", multi=True), "int8": SMALL}
 CASES = """
 exact sharded 2 > exact sharded 3
 int8 sharded 3 > int8 sharded 2
@@ -111,10 +111,10 @@ def go_on(setup: Setup, folder: Path, number: int) -> None:
 
 
 def test_merged_at_changing_numbers_of_processes(two: Any, three: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    three(go_on, EXACT, tmp_path, 0)
-    two(go_on, EXACT, tmp_path, 1)
-    go_on(EXACT.of("one"), tmp_path, 2)
-    three(go_on, EXACT, tmp_path, 3)
+    three(go_on, SETUPS["exact"], tmp_path, 0)
+    two(go_on, SETUPS["exact"], tmp_path, 1)
+    go_on(SETUPS["exact"].of("one"), tmp_path, 2)
+    three(go_on, SETUPS["exact"], tmp_path, 3)
     # Rows in many chunks.
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     paths = [tmp_path / f"{number}.safetensors" for number in range(1, 4)]
