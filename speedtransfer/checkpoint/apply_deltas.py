@@ -21,6 +21,7 @@ from speedtransfer.checkpoint.delta_checks import (
     check_stored,
     content_after,
     has_been_applied,
+    state_of_ids,
 )
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
@@ -97,6 +98,8 @@ def apply_delta(
     path, optimizers, others, tables = given_for_delta(processes, path, model, optimizer, objects)
     with processes.together():
         delta = Delta(path)
+        by_id = {key for key, facts in delta.tables.items() if facts.vocabulary is not None}
+        tables = marked_tables(model, bool(optimizers), by_id)
         _check_given(delta, mark, optimizers, others, objects, tables)
     known = None if mark is None else (mark._place, mark.fingerprints)
     processes.check_same(f"the delta {delta.place} to {known}")
@@ -123,6 +126,7 @@ def apply_delta(
                     rng = decode(own["rng"], read)
                     states |= {n: decode(state, read) for n, state in own["objects"].items() if n in others}
                 check_rng_states(rng)
+                ids = {key: state_of_ids(delta, key, t) for key, t in tables.items() if t.of_ids and t.beside}
                 saved: list[SavedModel | SavedOptimizer] = [
                     SavedModel(delta.content["model"], model, readers["model"], of_ids)
                 ]
@@ -133,7 +137,7 @@ def apply_delta(
                 # What may find no room comes first.
                 for part in saved:
                     part.allocate()
-                for key, table in marked_tables(model, bool(optimizers)).items():
+                for key, table in marked_tables(model, bool(optimizers), by_id).items():
                     check_stored(delta, key, table)
                 for key, table in tables.items():
                     if table.of_ids:
@@ -147,8 +151,11 @@ def apply_delta(
             with processes.together():
                 for part in saved:
                     part.load(lambda count: None)
-                for key, table in marked_tables(model, bool(optimizers)).items():
+                for key, table in marked_tables(model, bool(optimizers), by_id).items():
                     _write_rows(delta, key, table)
+                    if key in ids:
+                        table.handle.id_space.vocabulary.go_on_with(ids[key])
+                        table.handle.rows.load_state_dict(delta.content["model"]["counters"].get(key, {}))
                 if optimizers:
                     set_rng_states(rng)
     return Mark(after, bool(optimizers), delta.place)
@@ -196,6 +203,9 @@ def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
     if not handle.owners.has_whole:
         parts = {name: bits_of(part)[at].view(part.dtype) for name, part in parts.items()}
     _write(table, rows, parts)
+    if table.of_ids:
+        for name, values in table.beside.items():
+            values[rows] = parts[name][:, 0]
     handle.table.wait()
 
 

@@ -8,15 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.checkpoint.delta_file import Delta, vocabulary_facts
+from speedtransfer.checkpoint.delta_file import OF_PLACES, Delta
 from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import Mark
+from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum, total_of
 from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary import Changes
+from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.initial import check_initial
+from speedtransfer.vocabulary.loaded_state import SavedState, read_state
 
 
 def check_fits(delta: Delta, tables: Mapping[str, MarkedTable]) -> None:
@@ -27,7 +31,12 @@ def check_fits(delta: Delta, tables: Mapping[str, MarkedTable]) -> None:
             f"({sorted(tables.keys() ^ delta.tables.keys())[:3]}); make the model as the one that was saved"
         )
     for key, table in tables.items():
-        saved, of_ids = delta.tables[key], vocabulary_facts(table) is not None
+        saved, of_ids = delta.tables[key], table.of_ids
+        if of_ids and saved.vocabulary is None and any(name.startswith(OF_VOCABULARY) for name in saved.planes):
+            raise InvalidValueError(
+                f"{str(delta.path)!r} has rows of {key!r} with their state by the places that they have in one process, but "
+                "several share them out here; apply it in one process, or save deltas without the optimizer"
+            )
         if of_ids is (saved.vocabulary is None):
             raise InvalidValueError(
                 f"{key!r} has {'a' if of_ids else 'no'} vocabulary in the model and {'none' if of_ids else 'one'} in "
@@ -62,9 +71,11 @@ def check_stored(delta: Delta, key: str, table: MarkedTable, state: bool = True)
     rows, encoding = delta.rows[key], table.handle.rows.encoding("weight")
     ours = {name: _about(table.handle.table.stored(name)) for name in table.stored}
     theirs = {name: _about(part) for name, part in rows.parts.items() if name not in table.beside}
-    if not state:
-        ours, theirs = ({n: v for n, v in each.items() if n.startswith("weight")} for each in (ours, theirs))
     of_no_id = {name: _about(part) for name, part in rows.reserved.items()}
+    if not state:
+        ours, theirs, of_no_id = (
+            {n: v for n, v in each.items() if n.startswith("weight")} for each in (ours, theirs, of_no_id)
+        )
     if (encoding, ours) != (delta.tables[key].encoding, theirs) or of_no_id not in ({}, ours):
         raise InvalidValueError(
             f"{key!r} is stored as {delta.tables[key].encoding} {theirs} in {str(delta.path)!r} but as {encoding} {ours} "
@@ -88,7 +99,7 @@ def content_after(delta: Delta, key: str, now: Content, whose: str = "the model"
     was = np.where(written, rows.was, had)
     # Sums of hashes, of which whole rows are a part.
     begins = now.total - total_of(had) + total_of(was) - total_of(had_gone) + total_of(rows.gone_was)
-    reserved = reserved_sum(rows.reserved) if rows.reserved else 0
+    reserved = reserved_sum(rows.reserved, saved.fills) if rows.reserved else 0
     begins += saved.reserved - now.reserved
     as_it_was &= now.reserved in (saved.reserved, reserved)
     if not as_it_was or f"{begins % 2**64:016x}" != saved.since:
@@ -133,7 +144,8 @@ def changes_of(delta: Delta, key: str, table: MarkedTable) -> Changes:
     rows, facts, stored = delta.rows[key], delta.tables[key].vocabulary, table.handle.rows
     assert facts is not None
     own = torch.from_numpy(table.owns(rows.ids.numpy()))
-    found = {name: bits_of(part)[own].view(part.dtype) for name, part in rows.parts.items()}
+    found = {"weight" + part: rows.parts["weight" + part] for part in stored.part_specs("weight")}
+    found = {name: bits_of(part)[own].view(part.dtype) for name, part in found.items()}
     values = [
         stored.decode("weight", {part: each["weight" + part] for part in stored.part_specs("weight")})
         for each in (found, rows.reserved)
@@ -146,6 +158,16 @@ def changes_of(delta: Delta, key: str, table: MarkedTable) -> Changes:
         padding_idx=facts["padding_idx"],
         features=facts["features"],
     )
+
+
+def state_of_ids(delta: Delta, key: str, table: MarkedTable) -> SavedState:
+    """Return what a delta with state has of a vocabulary beside its rows."""
+    start, read = key.removesuffix("weight") + OF_VOCABULARY, DeltaReader(delta, "model", {key: table}).read
+    entries = {n.removeprefix(start): e for n, e in delta.content["model"]["entries"].items() if n.startswith(start)}
+    state = {name: decode(entry, read) for name, entry in entries.items() if name not in OF_PLACES}
+    none = torch.full((table.handle.id_space.vocabulary.reserved,), FREE, device="cpu")
+    state |= {"ids": none, "last_use": none, "released": none[:0]}
+    return read_state(state | ({"counts": none.float()} if "counts" in entries else {}), key)
 
 
 class DeltaReader:

@@ -20,12 +20,15 @@ from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import Place
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import SpeedtransferError, StorageError
+from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.tables import files
 from speedtransfer.untrusted import parse_json
 
 FORMAT, VERSION = "speedtransfer.delta", "4"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
+# What a vocabulary has that is of its rows in one table alone.
+OF_PLACES = ("ids", "last_use", "counts", "released")
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
@@ -156,7 +159,8 @@ class Delta:
         gone, gone_was, reserved = _NO_IDS, _NO_IDS, dict[str, Tensor]()
         if table.vocabulary is not None:
             gone, gone_was = (self._column(header, f"{number}.{name}") for name in ("gone", "gone_before"))
-            reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in table.planes}
+            names = [name for name in table.planes if not name.startswith(OF_VOCABULARY)]
+            reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in names}
         parts = {plane: wide(self.tensors[name]) for plane, name in table.planes.items()}
         ids, was = (self._column(header, f"{number}.{name}") for name in ("ids", "before"))
         found = TableRows(ids, was.numpy().view(np.uint64), parts, gone, gone_was.numpy().view(np.uint64), reserved)

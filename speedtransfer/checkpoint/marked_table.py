@@ -14,8 +14,8 @@ from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim import Handle
 from speedtransfer.tables import row_chunks
 
-# What a vocabulary has by row.
-_BY_ROW = ("ids", "last_use", "counts")
+# What a vocabulary has by row, beside the ids themselves.
+_OF_USES = ("last_use", "counts")
 
 
 class MarkedTable:
@@ -26,6 +26,8 @@ class MarkedTable:
     handle : Handle
     with_state : bool
         Whether a row is its weights, its state and what a vocabulary knows of it, or its weights alone.
+    by_id : bool
+        Whether rows are told apart by their ids though they are with state and this process has all.
 
     Attributes
     ----------
@@ -37,18 +39,19 @@ class MarkedTable:
         Those of them, ``(num_rows,)``, that a vocabulary keeps.
     """
 
-    def __init__(self, handle: Handle, with_state: bool) -> None:
+    def __init__(self, handle: Handle, with_state: bool, by_id: bool = False) -> None:
         self.handle = handle
         self._id_owners: Any = getattr(handle.id_space, "owners", None)
         has_ids = handle.id_space.come_and_go
-        self.of_ids = has_ids and not with_state
+        # A copy of rows with their state may have them at the same places, but not where several processes share them out.
+        self.of_ids = has_ids and (not with_state or by_id or not handle.owners.has_whole)
         self.fills: dict[str, float | None] = {"weight" + part: None for part in handle.rows.part_specs("weight")}
         self.beside: dict[str, Tensor] = {}
         if with_state:
             self.fills |= handle.rows.state_fills()
         if with_state and has_ids:
-            saved = handle.id_space.saved()
-            self.beside = {OF_VOCABULARY + name: saved[name] for name in _BY_ROW if name in saved}
+            saved, names = handle.id_space.vocabulary.state_dict(), _OF_USES if self.of_ids else ("ids", *_OF_USES)
+            self.beside = {OF_VOCABULARY + name: saved[name] for name in names if name in saved}
             self.fills |= dict.fromkeys(self.beside)
 
     @property
@@ -69,7 +72,7 @@ class MarkedTable:
     def has_as_many(self, content: Content) -> bool:
         """Tell whether there are as many rows, or ids of this process, as in what may be the content of the table."""
         if content.ids is None or not self.of_ids:
-            return len(content.hashes) == self.count
+            return content.ids is None and not self.of_ids and len(content.hashes) == self.count
         return int(self.owns(content.ids).sum()) == self.count
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
@@ -107,9 +110,13 @@ class MarkedTable:
             advance(len(rows[some]) * self.row_bytes)
         ids, whole = self._id_owners.joined(ids, torch.from_numpy(hashes.view(np.int64)).unsqueeze(1))
         # Those of the first process are the ones that are read.
-        reserved = self.read(np.arange(vocabulary.reserved))
-        reserved = {name: self._id_owners.from_first(part) for name, part in reserved.items()}
-        return Content(whole[:, 0].numpy().view(np.uint64), ids, reserved_sum(reserved))
+        reserved = {name: self._id_owners.from_first(part) for name, part in self.reserved().items()}
+        return Content(whole[:, 0].numpy().view(np.uint64), ids, reserved_sum(reserved, self.fills))
+
+    def reserved(self) -> dict[str, Tensor]:
+        """Return the rows here that belong to no id, by plane of the table: ``(n, width)``."""
+        rows = self.read(np.arange(self.handle.id_space.vocabulary.reserved))
+        return {name: rows[name] for name in self.stored}
 
     def by_number(self, advance: Callable[[int], None]) -> Content:
         """Return the hashes of all rows, of all processes. Collective."""

@@ -7,7 +7,7 @@ an array over the memory, a checkpoint. A mark takes 8 bytes a row, 16 of an id,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,8 +76,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table; `optimizer` is none, or the model has a table with a vocabulary that several
-        processes share out.
+        `model` is no module, or has no table; `optimizer` is none.
     ProcessGroupError
         Another process failed, or has made other steps.
     """
@@ -91,13 +90,17 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     processes = processes_of("reads all rows", [model])
     with processes.together():
         tables = marked_tables(model, with_state)
-    processes.prepare(gathers_ids=False)
+    processes.prepare()
     with held(tables):
         return Mark(contents_of(tables, progress), with_state, Place(processes.unique()))
 
 
 def given_for_delta(
-    processes: Processes, path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
+    processes: Processes,
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    objects: dict[str, Any],
 ) -> tuple[Path, dict[str, Optimizer], dict[str, Any], dict[str, MarkedTable]]:
     """Return the path of a delta, the optimizers and other objects by name, and the tables; raise where one is wrong."""
     with processes.together():
@@ -107,12 +110,15 @@ def given_for_delta(
             store_all(each)
         tables = marked_tables(model, bool(optimizers))
     processes.check_same(f"the delta {str(file)!r} of {sorted(optimizers)}")
-    processes.prepare(gathers_ids=False)
+    processes.prepare()
     return file, optimizers, others, tables
 
 
-def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
-    """Return the tables of a model by their keys in its state dict; raise where not all can be marked."""
+def marked_tables(model: object, with_state: bool, by_id: Collection[str] = ()) -> dict[str, MarkedTable]:
+    """Return the tables of a model by their keys in its state dict; raise where not all can be marked.
+
+    Those of `by_id` are so also with their state.
+    """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"model is a {type(model).__name__} but must be a torch.nn.Module; pass the model itself"
@@ -123,13 +129,7 @@ def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
             f"model has no table whose rows could be marked ({type(model).__name__}); save it by torch.save, or make its "
             "embeddings tables: st.replace_embeddings(model)"
         )
-    for key, handle in tables.items():
-        if with_state and not handle.owners.has_whole and handle.id_space.come_and_go:
-            raise InvalidValueError(
-                f"{key} has a vocabulary that several processes share out, of which deltas have no state; leave the optimizer "
-                "out, or use st.save_checkpoint"
-            )
-    return {key: MarkedTable(handle, with_state) for key, handle in tables.items()}
+    return {key: MarkedTable(handle, with_state, key in by_id) for key, handle in tables.items()}
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.merged_ids import MergedIds
 from speedtransfer.checkpoint.merged_rows import Base, MergedTable
-from speedtransfer.checkpoint.plain_data import encode, find_rows
+from speedtransfer.checkpoint.plain_data import encode, find_rows, set_num_rows
 from speedtransfer.checkpoint.save import SavePlan, bytes_of
 from speedtransfer.checkpoint.table_rows import LAYOUT
 from speedtransfer.checkpoint.tensors import TensorPlan
@@ -40,9 +40,10 @@ def merge(
     delta begin with what is there before it, and that they are those that were saved. Rows are streamed in chunks of 16 MB.
     The new checkpoint is put in place in one go at the end; the base and the deltas stay as they are.
 
-    The checkpoint is that of the processes that have saved the last delta, and loads at any number of them. Without an
-    optimizer the rows of a vocabulary are told apart by their ids: these are those of the trainer, to the bit, in the rows
-    that a copy gives them which loads the base and applies the deltas; their last use is when they were written last.
+    The checkpoint is that of the processes that have saved the last delta, and loads at any number of them. The rows of a
+    vocabulary are told apart by their ids where deltas have no optimizer, or several processes share these out: they are
+    those of the trainer, to the bit, in the places that a copy gives them which loads the base and applies the deltas.
+    Without an optimizer their last use is when they were written last.
 
     Parameters
     ----------
@@ -158,20 +159,20 @@ def _plans(
     by_row = {name: (table, plane) for table in tables.values() for plane, name in table.facts.planes.items()}
     own: dict[str, dict[str, Any]] = {f"rows-{rank}": {"rows": {}} for rank in range(last.processes)}
     _add_ids(content["model"], plans["model"], tables)
-    divided = set()
+    set_num_rows(content, {name: table.count for name, (table, _) in by_row.items() if isinstance(table, MergedIds)})
+    done = {f"model/{n}" for table in tables.values() if isinstance(table, MergedIds) for n in table.state}
     for role, section in (("model", content["model"]), ("optimizer", content["optimizers"])):
         for node in find_rows(section):
             for part, path in node["parts"].items():
                 table, plane = by_row[f"{role}/{path}"]
-                node["shape"][0] = table.count
                 if table.order is None:
                     continue
-                divided.add(f"{role}/{path}")
+                done.add(f"{role}/{path}")
                 node["layout"], tail = LAYOUT, last.tensors[f"{role}/{path}"].shape[1:]
                 for rank in range(last.processes):
                     node["parts"][part] = name = plans[f"rows-{rank}"].keep(path, table.picked(plane, tail, rank))
                     own[f"rows-{rank}"]["rows"][name] = [table.order.start(rank), table.order.start(rank + 1)]
-    for full_name in [name for name in last.tensors if name not in divided]:
+    for full_name in [name for name in last.tensors if name not in done]:
         (role, _, name), tensor = full_name.partition("/"), last.tensors[full_name]
         plans[role].tensors[name] = tensor
         if full_name in by_row:
@@ -186,7 +187,7 @@ def _add_ids(model: dict[str, Any], plan: TensorPlan, tables: Mapping[str, Merge
     """Have what the manifest says of a model, and a plan, hold which ids the rows of a table have."""
     entries: dict[str, Any] = {}
     for key, entry in model["entries"].items():
-        entries[key] = entry
+        entries.setdefault(key, entry)
         table = tables.get(key)
         if isinstance(table, MergedIds):
             entries |= {name: encode(value, name, plan.keep) for name, value in table.state.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.delta_checks import content_after
-from speedtransfer.checkpoint.delta_file import Delta
+from speedtransfer.checkpoint.delta_file import OF_PLACES, Delta
 from speedtransfer.checkpoint.merged_rows import Base, MergedTable, written_at
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum
@@ -70,10 +70,26 @@ class MergedIds(MergedTable):
                 )
             with manifest.damage_told(delta.path):
                 numbers = known.follow(rows.ids.numpy(), rows.gone.numpy(), about)
+                known.note_uses(numbers, *(rows.parts.get(OF_VOCABULARY + name) for name in ("last_use", "counts")))
             self.written += [written_at(numbers, rows.parts)]
             self.written += [written_at(np.arange(len(rows.reserved["weight"])), rows.reserved)]
         self.count = len(known.ids)
-        self.state = state | {start + name: value for name, value in known.state().items()}
+        with manifest.damage_told(self.chain[-1].path):
+            last = self._of_last(start)
+            if last:
+                # With state.
+                known.go_on_with(last[f"{start}numbers"])
+        self.state = state | last | {start + name: value for name, value in known.state().items()}
+
+    def _of_last(self, start: str) -> dict[str, Tensor]:
+        """Return what the last delta has of the vocabulary beside its rows, by the keys of the state dict."""
+        last = self.chain[-1]
+        entries = {n: entry for n, entry in last.content["model"]["entries"].items() if n.startswith(start)}
+        return {
+            name: decode(entry, lambda inner: last.tensors[f"model/{inner}"])
+            for name, entry in entries.items()
+            if name.removeprefix(start) not in OF_PLACES
+        }
 
     def _content(self, known: KnownIds, bar: ByteProgress) -> Content:
         """Return the hashes of the rows of the base that have ids, in the order of these."""
@@ -83,5 +99,9 @@ class MergedIds(MergedTable):
             hashes[numbers] = hashes_of(known.ids[numbers], self.base_rows(numbers), self.fills)
             bar.advance(len(numbers) * self.row_bytes)
         order = used[np.argsort(known.ids[used])]
-        reserved = reserved_sum(self.base_rows(np.arange(known.reserved)))
+        reserved = reserved_sum(self._reserved(known), self.fills)
         return Content(hashes[order], known.ids[order], reserved)
+
+    def _reserved(self, known: KnownIds) -> dict[str, Tensor]:
+        rows = self.base_rows(np.arange(known.reserved))
+        return {plane: part for plane, part in rows.items() if not plane.startswith(OF_VOCABULARY)}

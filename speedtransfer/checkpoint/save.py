@@ -98,7 +98,8 @@ def save_checkpoint(
         finish_earlier(place)
         place.check_target()
         is_new = not place.exists()
-    processes.prepare(gathers_ids=True)
+    processes.prepare()
+    processes.gather_ids()
     with contextlib.ExitStack() as until_saved:
         rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
         with processes.together():

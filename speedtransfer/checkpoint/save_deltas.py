@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.delta_file import (
     FORMAT,
+    OF_PLACES,
     VERSION,
     TableFacts,
     checksum,
@@ -30,7 +31,7 @@ from speedtransfer.checkpoint.marks import (
     held,
     marked_tables,
 )
-from speedtransfer.checkpoint.plain_data import find_tensors
+from speedtransfer.checkpoint.plain_data import find_tensors, set_num_rows
 from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.save import plan_files
 from speedtransfer.checkpoint.table_rows import StoredRows
@@ -56,8 +57,8 @@ def save_delta(
 
     Without an optimizer these are weights, for a copy that serves; with a vocabulary the rows of ids, and which ids are gone,
     not when and how often they were used. With an optimizer they are weights and state, for a copy that can go on training;
-    with a vocabulary by their place, with all that it knows. The file is written beside its place and renamed: it is whole,
-    or not there.
+    with a vocabulary by their place, or by id where several processes share these out, with all that it knows. The file is
+    written beside its place and renamed: it is whole, or not there.
 
     With tables that several processes own (``process_group=``) all of them must call it, with the same path and marks of the
     same time. Their rows go through rank 0, which needs memory for those that have changed and writes the file: it is as that
@@ -106,8 +107,11 @@ def save_delta(
         now = contents_of(tables, progress)
         changed = {key: _changed(key, tables[key], since._contents[key], now[key]) for key in tables}
         picked = ChangedRows({table.handle.rows: (table, now[key].keys[changed[key]]) for key, table in tables.items()})
+        if optimizers:
+            processes.gather_ids()
         with processes.together():
             plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
+            processes.release()
         picked.gather(plans)
         generators = gather_generators(processes, others, plans)
         # Those of a state that was made just now are new.
@@ -115,7 +119,8 @@ def save_delta(
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
             before, after, at = since._contents[key], now[key], changed[key]
-            planes = names.get(table.handle.rows, {}) | _take_ids(key, table, at, plans["model"], content)
+            planes = names.get(table.handle.rows, {})
+            planes = planes | _take_ids(key, table, after.keys[at], plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
                     f"{key} has state ({sorted(table.fills.keys() - planes.keys())[:3]}) of another optimizer, or of before a "
@@ -131,10 +136,11 @@ def save_delta(
             if table.of_ids:
                 gone = np.setdiff1d(before.keys, after.keys)
                 written += [_column(f"{number}.gone", gone), _column(f"{number}.gone_before", before.of(gone))]
-                reserved = table.read(np.arange(table.handle.id_space.vocabulary.reserved))
                 plans[f"{number}.reserved"] = TensorPlan()
-                plans[f"{number}.reserved"].tensors.update(reserved)
-        by_row = {name for facts in said.values() for name in facts["planes"].values()}
+                plans[f"{number}.reserved"].tensors.update(table.reserved())
+        by_row = {name: facts for facts in said.values() for name in facts["planes"].values()}
+        # Of ids those that there are.
+        set_num_rows(content, {name: of["rows"] for name, of in by_row.items() if of["vocabulary"] is not None})
         tensors, digests = dict[str, Any](), dict[str, str]()
         for role, plan in plans.items():
             in_role = not role.endswith(".reserved")
@@ -217,19 +223,22 @@ class ChangedRows(StoredRows):
 
 
 def _take_ids(
-    key: str, table: MarkedTable, rows: np.ndarray, plan: TensorPlan, content: dict[str, Any]
+    key: str, table: MarkedTable, keys: np.ndarray, plan: TensorPlan, content: dict[str, Any]
 ) -> dict[str, str]:
-    """Have a plan hold of what a vocabulary has by row the changed rows; none of it where rows are told apart by ids.
+    """Have a plan hold of what a vocabulary has by row the changed rows; nothing else where rows are without state.
 
-    Returns their names in the file.
+    Where rows are told apart by ids it does not have their places. Collective. Returns their names in the file.
     """
     entries, start = content["model"]["entries"], key.removesuffix("weight")
+    kept = {start + plane for plane in table.beside}
     for name in [name for name in entries if table.of_ids and name.startswith(start + OF_VOCABULARY)]:
-        for tensor in find_tensors(entries.pop(name)):
-            del plan.tensors[tensor]
-    found = {plane: entries[start + plane]["v"] for plane in table.beside}
+        if not kept or (name not in kept and name.removeprefix(start + OF_VOCABULARY) in OF_PLACES):
+            for tensor in find_tensors(entries.pop(name)):
+                del plan.tensors[tensor]
+    found, (_, here) = {plane: entries[start + plane]["v"] for plane in table.beside}, table.owned(keys)
     for plane, name in found.items():
-        plan.tensors[name] = table.beside[plane][torch.from_numpy(rows)]
+        values = table.beside[plane][torch.from_numpy(here)].unsqueeze(1)
+        plan.tensors[name] = table.to_all(keys, values)[:, 0]
     return {plane: f"model/{name}" for plane, name in found.items()}
 
 

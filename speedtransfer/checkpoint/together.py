@@ -45,11 +45,10 @@ class Processes:
         if self._exchange is not None:
             self._exchange.agree_on_error(self._point, None)
 
-    def prepare(self, gathers_ids: bool) -> None:
+    def prepare(self) -> None:
         """Have all rows take the steps that they have missed: in a shared table, processes wait for each other.
 
-        All know how many rows each has; rank 0 gets what is known of ids, if asked to, until `release`. ProcessGroupError: a
-        step was not made in all.
+        All know then how many rows each has. ProcessGroupError: a step was not made in all.
         """
         for handle in self._handles:
             handle.step.recover()
@@ -60,8 +59,11 @@ class Processes:
                 handle.rows.catch_up()
             # Ids that were given rows without a lookup have let tables grow.
             handle.id_space.tell_sizes()
-            if gathers_ids:
-                handle.id_space.gather()
+
+    def gather_ids(self) -> None:
+        """Let rank 0 have what is known of ids in all, until `release`."""
+        for handle in self._handles:
+            handle.id_space.gather()
 
     def tell_sizes(self) -> None:
         """Tell the others how many rows tables have by now, which may have grown."""

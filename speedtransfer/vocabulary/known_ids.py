@@ -78,6 +78,18 @@ class KnownIds:
             self.initial = check_initial(facts["initial"])
         return found
 
+    def note_uses(self, rows: np.ndarray, last_use: Tensor | None, counts: Tensor | None) -> None:
+        """Note when, and how often, `rows` (n,) were used last, ``(n, 1)``, where that is known."""
+        if last_use is not None:
+            self.last_use[rows] = last_use[:, 0].numpy()
+        if counts is not None and self.counts is not None:
+            self.counts[rows] = counts[:, 0].numpy()
+
+    def go_on_with(self, numbers: Tensor) -> None:
+        """Take the numbers of another state, but for those of its rows."""
+        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
+        self.numbers |= {name: n for name, n in found.items() if name not in ("hand", "fresh", "reserved", "padding")}
+
     def _take(self, count: int) -> np.ndarray:
         """Return free rows, of which there are then as many: in the order of `IdRows.take`."""
         again = min(count, len(self._released))

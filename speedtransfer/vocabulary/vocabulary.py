@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_number, check_size
-from speedtransfer.vocabulary import contents, saved_vocabulary
+from speedtransfer.vocabulary import changed_ids, contents, saved_vocabulary
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.initial import check_initial, check_range
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_max_capacity, check_seed
@@ -210,8 +210,8 @@ class Vocabulary(Room):
     make_room_for = contents.make_room_for
     follow_changes = contents.follow_changes
     forget = contents.forget
-    changed_since = contents.changed_since
-    check_changes = contents.check_changes
+    changed_since = changed_ids.changed_since
+    check_changes = changed_ids.check_changes
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
@@ -232,6 +232,7 @@ class Vocabulary(Room):
 
     plan_load = saved_vocabulary.plan_load
     load = saved_vocabulary.load
+    go_on_with = saved_vocabulary.go_on_with
     reset_rows = saved_vocabulary.reset_rows
 
     def set_initial(self, initial: Any) -> None:
