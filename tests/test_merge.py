@@ -309,7 +309,7 @@ def test_ids_that_are_not_merged(tmp_path: Path) -> None:
     refuses("n/base", v, "has no ids of 'emb.weight'|the deltas begin with|tables")
     refuses("v/base", [v / "1.safetensors"], "begins with other rows of 'emb.weight'.*base' has")
     refuses("v/base", p, "begins with other rows|padding_idx=None")
-    refuses("v/base", [v / "0.safetensors", n / "1.safetensors"], "merge deltas of one kind")
+    refuses("v/base", [v / "0.safetensors", n / "1.safetensors"], "by id and by place")
     refuses("v/base", v, "out is the base", "v/../v/base")
     refuses("v/base", v / "0.safetensors", "holds 'n' and no checkpoint|holds 'p' and|holds 'v' and", ".")
 

@@ -118,11 +118,17 @@ def _resolved(path: Any) -> str:
 def _check_chain(chain: list[Delta]) -> None:
     """Raise unless each delta begins where the one before ends, and all are of one kind."""
     for before, after in itertools.pairwise(chain):
-        if (_names(after.content), _forms(after)) != (_names(before.content), _forms(before)):
+        if _names(after.content) != _names(before.content) or after.tables.keys() != before.tables.keys():
             raise InvalidValueError(
                 f"{str(after.path)!r} has {_names(after.content)} and tables {sorted(after.tables)[:3]} but "
                 f"{str(before.path)!r} {_names(before.content)} and {sorted(before.tables)[:3]}; merge deltas of one kind"
             )
+        for key, table in after.tables.items():
+            if (table.vocabulary is None) is not (before.tables[key].vocabulary is None):
+                raise InvalidValueError(
+                    f"{str(after.path)!r} and {str(before.path)!r} tell rows of {key!r} apart by id and by place, so "
+                    "that neither begins where the other ends; merge those of each trainer apart"
+                )
         if not after.comes_after(before):
             raise InvalidValueError(
                 f"{str(after.path)!r} (number {after.place.number}) does not begin where {str(before.path)!r} (number "
@@ -134,11 +140,6 @@ def _check_chain(chain: list[Delta]) -> None:
 def _names(content: Mapping[str, Any]) -> list[str]:
     """Return what was saved beside the model."""
     return sorted([*content["optimizers"], *content["objects"]]) or ["the model alone"]
-
-
-def _forms(delta: Delta) -> dict[str, bool]:
-    """Return of each table whether its rows are told apart by ids."""
-    return {key: table.vocabulary is not None for key, table in delta.tables.items()}
 
 
 def _check_base(place: str, content: Mapping[str, Any], first: Delta) -> None:

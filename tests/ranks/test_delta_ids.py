@@ -186,10 +186,32 @@ def of_one_process(folder: Path) -> str:
     return said
 
 
+def go_on_from_one(folder: Path) -> list[Any]:
+    world = World("lazy", True)
+    st.load_checkpoint(folder / "base", world.net, world.opt)
+    mark, world.done = st.mark(world.net, world.opt), 2
+    world.train(2).change()
+    mark = st.save_delta(folder / "more.safetensors", world.net, mark, world.opt)
+    return [mark.fingerprints, world.look()]
+
+
+def as_merged(folder: Path) -> list[Any]:
+    world = World("lazy", True)
+    st.load_checkpoint(folder / "merged", world.net, world.opt)
+    return [st.mark(world.net, world.opt).fingerprints, world.look()]
+
+
 def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) -> None:
     lead("lazy", False, tmp_path, True)
     for said in two(of_one_process, tmp_path):
         assert "by the places that they have in one process, but several share them out here" in said
+    two(lead, "lazy", True, (by_two := tmp_path / "two"), True)
+    deltas = [tmp_path / "0.safetensors", by_two / "1.safetensors"]
+    assert "by id and by place" in told(lambda: st.merge(tmp_path / "base", deltas, tmp_path / "none"))
+    # Those that go on from what one has saved have rows by id.
+    saved = two(go_on_from_one, tmp_path)
+    st.merge(tmp_path / "base", tmp_path / "more.safetensors", tmp_path / "merged")
+    assert two(as_merged, tmp_path) == saved
 
 
 def too_small(folder: Path) -> list[str]:
