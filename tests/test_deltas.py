@@ -188,7 +188,7 @@ def test_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
     net(torch.arange(20))
     st.save_delta(path, net, mark)
     small = Ids(idle="lazy")
-    small.emb = st.Embedding(5, 6, vocabulary=st.Vocabulary(max_capacity=16, evict=None, seed=0), idle="lazy")
+    small.emb = st.Embedding(5, 6, vocabulary=st.Vocabulary(max_capacity=16, evict="lru", seed=0), idle="lazy")
     no_ids = Ids(idle="lazy")
     no_ids.emb = st.Embedding(5, 6, idle="lazy")
     padded = Ids(idle="lazy", padding_idx=3)

@@ -257,14 +257,61 @@ def test_what_is_not_merged(change: Any, deltas: list[int], words: str, saved: P
     assert not (saved / "out").exists()
 
 
-def test_more_that_is_not_merged(tmp_path: Path) -> None:
+def known_by_id(net: Any) -> dict[int, list[Any]]:
+    """Return the row of each id, when it was used last, and how often."""
+    state = net.state_dict()
+    at = (state["emb.vocabulary.last_use"] >= 0).nonzero().flatten().tolist()
+    names = [f"emb.{name}" for name in ("weight", "vocabulary.last_use", "vocabulary.counts") if f"emb.{name}" in state]
+    return {int(state["emb.vocabulary.ids"][row]): [state[name][row].tolist() for name in names] for row in at}
+
+
+VOCABULARIES = [name for name in CASES if "vocabulary" in name]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_without_an_optimizer_are_those_of_a_copy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain(tmp_path, name, with_state=False)
+    copy, paths = World(name), [tmp_path / f"{number}.safetensors" for number in range(3)]
+    st.load_checkpoint(tmp_path / "base", copy.net)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    for number, path in enumerate(paths):
+        st.apply_delta(path, copy.net)
+        st.merge(tmp_path / "base", paths[: number + 1], tmp_path / "merged")
+        merged, full = World(name), World(name)
+        st.load_checkpoint(tmp_path / "merged", merged.net)
+        st.load_checkpoint(tmp_path / f"full{number}", full.net)
+        assert st.mark(merged.net).fingerprints == st.mark(full.net).fingerprints
+        assert known_by_id(merged.net) == known_by_id(copy.net)
+        assert merged.net.emb.vocabulary.clock == full.net.emb.vocabulary.clock
+        assert digest(merged.net.head.state_dict()) == digest(full.net.head.state_dict())
+    # In steps, and from what has been merged.
+    st.merge(tmp_path / "base", paths[0], tmp_path / "again")
+    for path in paths[1:]:
+        st.merge(tmp_path / "again", path, tmp_path / "next")
+        shutil.rmtree(tmp_path / "again")
+        (tmp_path / "next").rename(tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "merged")
+
+
+def test_ids_that_are_not_merged(tmp_path: Path) -> None:
     chain(tmp_path / "v", "vocabulary", with_state=False)
-    with pytest.raises(InvalidValueError, match="saved without the optimizer, and does not say which rows ids of 'emb"):
-        st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "out")
-    with pytest.raises(InvalidValueError, match="out is the base"):
-        st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "v" / ".." / "v" / "base")
-    with pytest.raises(InvalidValueError, match="holds 'v' and no checkpoint"):
-        st.merge(tmp_path / "v" / "base", tmp_path / "v" / "0.safetensors", tmp_path)
+    chain(tmp_path / "p", "vocabulary counts", with_state=False)
+    chain(tmp_path / "n", with_state=False)
+
+    def refuses(base: str, deltas: Any, words: str, out: str = "out") -> None:
+        with pytest.raises(SpeedtransferError, match=words):
+            st.merge(tmp_path / base, deltas, tmp_path / out)
+        assert not (tmp_path / "out").exists()
+
+    v, p, n = (tmp_path / name for name in "vpn")
+    refuses("n/base", v, "has no ids of 'emb.weight'|the deltas begin with|tables")
+    refuses("v/base", [v / "1.safetensors"], "begins with other rows of 'emb.weight'.*base' has")
+    refuses("v/base", p, "begins with other rows|padding_idx=None")
+    refuses("v/base", [v / "0.safetensors", n / "1.safetensors"], "by id and by place")
+    refuses("v/base", v, "out is the base", "v/../v/base")
+    refuses("v/base", v / "0.safetensors", "holds 'n' and no checkpoint|holds 'p' and|holds 'v' and", ".")
 
 
 def test_every_byte_of_a_delta_counts(saved: Path) -> None:

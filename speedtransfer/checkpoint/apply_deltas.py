@@ -17,15 +17,17 @@ from speedtransfer.checkpoint.delta_checks import (
     changes_of,
     check_fits,
     check_follows,
+    check_rows,
     check_stored,
     content_after,
     has_been_applied,
+    state_of_ids,
 )
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
+from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import (
     Mark,
-    MarkedTable,
     check_kind,
     contents_of,
     given_for_delta,
@@ -70,8 +72,8 @@ def apply_delta(
         read to find out what they are, and a missing delta is noticed by its rows alone, if it has changed any.
     optimizer : torch.optim.Optimizer, optional
         If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
-        too, as by `load_checkpoint`, and the copy goes on training with the same bits; those of rank 0, if several processes
-        saved it.
+        too, as by `load_checkpoint`, and the copy goes on training with the same bits; a process beyond those that have saved
+        gets those of rank 0.
     progress : bool, optional
         A bar on standard error, for reading all rows. Default: on a terminal, if it takes more than a second.
     **objects : object
@@ -96,6 +98,8 @@ def apply_delta(
     path, optimizers, others, tables = given_for_delta(processes, path, model, optimizer, objects)
     with processes.together():
         delta = Delta(path)
+        by_id = {key for key, facts in delta.tables.items() if facts.vocabulary is not None}
+        tables = marked_tables(model, bool(optimizers), by_id)
         _check_given(delta, mark, optimizers, others, objects, tables)
     known = None if mark is None else (mark._place, mark.fingerprints)
     processes.check_same(f"the delta {delta.place} to {known}")
@@ -104,9 +108,9 @@ def apply_delta(
             table.handle.rows.catch_up()
         before = contents_of(tables, progress) if mark is None else mark._contents
         with processes.together():
-            after = {
-                key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()
-            }
+            for key, table in tables.items() if mark is not None else ():
+                check_rows(delta, key, table, before[key])
+            after = {key: content_after(delta, key, before[key]) for key in tables}
             # Rows are written last.
             if delta.changes and all(before[key].total == after[key].total for key in tables):
                 raise has_been_applied(delta)
@@ -116,7 +120,13 @@ def apply_delta(
                 read: Any = readers["objects"].whole.read
                 states = {name: decode(delta.content["objects"][name], read) for name in others}
                 rng = decode(delta.content["rng"], read)
+                if 0 < processes.rank <= len(delta.generators):
+                    own = delta.generators[processes.rank - 1]
+                    read = DeltaReader(delta, f"rows-{processes.rank}", tables).read
+                    rng = decode(own["rng"], read)
+                    states |= {n: decode(state, read) for n, state in own["objects"].items() if n in others}
                 check_rng_states(rng)
+                ids = {key: state_of_ids(delta, key, t) for key, t in tables.items() if t.of_ids and t.beside}
                 saved: list[SavedModel | SavedOptimizer] = [
                     SavedModel(delta.content["model"], model, readers["model"], of_ids)
                 ]
@@ -127,19 +137,25 @@ def apply_delta(
                 # What may find no room comes first.
                 for part in saved:
                     part.allocate()
-                for key, table in marked_tables(model, bool(optimizers)).items():
+                for key, table in marked_tables(model, bool(optimizers), by_id).items():
                     check_stored(delta, key, table)
                 for key, table in tables.items():
-                    if not table.of_ids and delta.tables[key].rows > table.count:
+                    if table.of_ids:
+                        table.make_room_for(delta.rows[key].ids.numpy(), delta.rows[key].gone.numpy())
+                    elif delta.tables[key].rows > table.count:
                         table.handle.grow(delta.tables[key].rows)
+            processes.tell_sizes()
             # Rows that have got other ids are not told apart from those of another run.
             torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
             stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
             with processes.together():
                 for part in saved:
                     part.load(lambda count: None)
-                for key, table in marked_tables(model, bool(optimizers)).items():
+                for key, table in marked_tables(model, bool(optimizers), by_id).items():
                     _write_rows(delta, key, table)
+                    if key in ids:
+                        table.handle.id_space.vocabulary.go_on_with(ids[key])
+                        table.handle.rows.load_state_dict(delta.content["model"]["counters"].get(key, {}))
                 if optimizers:
                     set_rng_states(rng)
     return Mark(after, bool(optimizers), delta.place)
@@ -167,27 +183,29 @@ def _check_given(
         check_follows(delta, mark)
     for table in tables.values():
         table.handle.table.check_writable()
-    if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
-        key: table.count for key, table in tables.items()
-    }:
+    if mark is not None and not (
+        mark._contents.keys() == tables.keys()
+        and all(table.has_as_many(mark._contents[key]) for key, table in tables.items())
+    ):
         raise InvalidValueError("mark is of a model with other tables; pass what st.apply_delta returned for this one")
 
 
 def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
     """Write the rows of a delta into a table."""
     found, handle = delta.rows[key], table.handle
-    rows, parts = found.ids, found.parts
+    parts = found.parts
     if table.of_ids:
-        vocabulary = handle.id_space.vocabulary
-        vocabulary.update(changes_of(delta, key, handle))
-        rows = vocabulary.rows(rows)
+        handle.id_space.vocabulary.follow_changes(changes_of(delta, key, table))
         _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
     # Rows that were read ahead are old.
     handle.owners.changes += 1
+    at, rows = map(torch.from_numpy, table.owned(found.ids.numpy()))
     if not handle.owners.has_whole:
-        at, rows = handle.owners.owned(rows)
         parts = {name: bits_of(part)[at].view(part.dtype) for name, part in parts.items()}
     _write(table, rows, parts)
+    if table.of_ids:
+        for name, values in table.beside.items():
+            values[rows] = parts[name][:, 0]
     handle.table.wait()
 
 

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.marks import MarkedTable, Place
+from speedtransfer.checkpoint.marked_table import MarkedTable
+from speedtransfer.checkpoint.marks import Place
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import SpeedtransferError, StorageError
+from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.tables import files
 from speedtransfer.untrusted import parse_json
 
-FORMAT, VERSION = "speedtransfer.delta", "3"
+FORMAT, VERSION = "speedtransfer.delta", "4"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
+# What a vocabulary has that is of its rows in one table alone.
+OF_PLACES = ("ids", "last_use", "counts", "released")
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
@@ -50,6 +54,8 @@ class TableFacts(NamedTuple):
     # `vocabulary_facts`, and the sum of the hashes that rows of no id had.
     vocabulary: dict[str, Any] | None = None
     reserved: int = 0
+    # Whether each process has a part of its rows.
+    is_divided: bool = False
 
     def check(self, found: TableRows) -> None:
         """Raise `ValueError` or `TypeError` unless the parts are of their types, and the ids such as may have changed."""
@@ -73,6 +79,8 @@ class TableFacts(NamedTuple):
                 part.dim() != 2 for part in [*found.parts.values(), *found.reserved.values()]
             ):
                 raise ValueError("other numbers of ids and of rows")
+        if type(self.is_divided) is not bool:
+            raise TypeError("a table that does not say whose it is")
         if self.vocabulary is not None:
             if set(self.vocabulary) != set(_FACTS) or type(self.reserved) is not int:
                 raise TypeError("a vocabulary without its facts")
@@ -95,11 +103,6 @@ class TableRows(NamedTuple):
     gone_was: np.ndarray
     reserved: dict[str, Tensor]
 
-    def among(self, rows: slice) -> slice:
-        """Return which of them have numbers in a range."""
-        start, stop = np.searchsorted(self.ids.numpy(), [rows.start, rows.stop])
-        return slice(int(start), int(stop))
-
 
 class Delta:
     """A file of `save_delta`, read and checked by itself.
@@ -114,6 +117,10 @@ class Delta:
         Its place among others; its name is a checksum of what it says.
     follows : str
         The name of the one before, empty for the first: so a name stands for all before it.
+    processes : int
+        How many have saved it together, of which each would save its rows in a checkpoint; 0: one that has all.
+    generators : list of dict
+        What the manifest says of the generators of each process after the first; those of the first are in `content`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,9 +139,14 @@ class Delta:
             if (self.place.number > 1) != bool(self.follows):
                 raise ValueError("it does not say what it follows")
             self.content: dict[str, Any] = said["content"]
+            self.processes, self.generators = said["processes"], said["generators"]
+            if type(self.processes) is not int or len(self.generators) != max(self.processes, 1) - 1:
+                raise ValueError("it does not say who has saved it")
             self.tensors = {name: self._mapped(header, name) for name in header.tensors if "/" in name}
             self.tables = {str(key): TableFacts(**each) for key, each in said["tables"].items()}
             self.rows = {key: self._rows(header, n, self.tables[key]) for n, key in enumerate(self.tables)}
+            if not self.processes and any(table.is_divided for table in self.tables.values()):
+                raise ValueError("it has rows of several processes and is of one")
             self._check(said["digests"])
         except StorageError:
             raise
@@ -147,7 +159,8 @@ class Delta:
         gone, gone_was, reserved = _NO_IDS, _NO_IDS, dict[str, Tensor]()
         if table.vocabulary is not None:
             gone, gone_was = (self._column(header, f"{number}.{name}") for name in ("gone", "gone_before"))
-            reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in table.planes}
+            names = [name for name in table.planes if not name.startswith(OF_VOCABULARY)]
+            reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in names}
         parts = {plane: wide(self.tensors[name]) for plane, name in table.planes.items()}
         ids, was = (self._column(header, f"{number}.{name}") for name in ("ids", "before"))
         found = TableRows(ids, was.numpy().view(np.uint64), parts, gone, gone_was.numpy().view(np.uint64), reserved)
@@ -161,13 +174,16 @@ class Delta:
         for name in self.whole:
             if digest(self.tensors[name]) != digests[name]:
                 raise ValueError(f"another checksum of {name!r}")
-        named = {role: dict[str, Any]() for role in manifest.ROLES}
+        shares = [f"rows-{rank}" for rank in range(self.processes)]
+        named = {role: dict[str, Any]() for role in (*manifest.ROLES, *shares)}
         for name in self.tensors:
             role, _, inner = name.partition("/")
             named[role][inner] = None
         facts = {"sha256": "0" * 64, "bytes": 0}
         roles = {r: {"name": f"{r}-{'0' * 32}.safetensors", "tensors": t, **facts} for r, t in named.items()}
-        manifest.check({**self.content, "files": roles, "format_version": 1})
+        for role, generators in zip(shares[1:], self.generators, strict=True):
+            roles[role]["generators"] = generators
+        manifest.check({**self.content, "files": roles, "format_version": 1 + bool(shares)})
 
     def _column(self, header: files.Header, name: str) -> Tensor:
         found = self._mapped(header, name)

@@ -7,99 +7,23 @@ an array over the memory, a checkpoint. A mark takes 8 bytes a row, 16 of an id,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.first_state import store_all
+from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.model import tables_of
-from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum
+from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.module_state import OF_VOCABULARY
-from speedtransfer.optim import Handle
 from speedtransfer.progress import ByteProgress
-from speedtransfer.tables import PathLike, row_chunks
+from speedtransfer.tables import PathLike
 from speedtransfer.tables.saving import check_safetensors_path
-
-# What a vocabulary has by row.
-_BY_ROW = ("ids", "last_use", "counts")
-
-
-class MarkedTable:
-    """A table as marks and deltas see it.
-
-    Parameters
-    ----------
-    handle : Handle
-    with_state : bool
-        Whether a row is its weights, its state and what a vocabulary knows of it, or its weights alone.
-
-    Attributes
-    ----------
-    of_ids : bool
-        Whether rows are told apart by their ids, and may lie elsewhere in a copy.
-    fills : dict of str to float or None
-        The planes that a row consists of, each with the value of new rows; None: those have values of their own.
-    beside : dict of str to Tensor
-        Those of them, ``(num_rows,)``, that a vocabulary keeps.
-    """
-
-    def __init__(self, handle: Handle, with_state: bool) -> None:
-        self.handle = handle
-        has_ids = handle.id_space.come_and_go
-        self.of_ids = has_ids and not with_state
-        self.fills: dict[str, float | None] = {"weight" + part: None for part in handle.rows.part_specs("weight")}
-        self.beside: dict[str, Tensor] = {}
-        if with_state:
-            self.fills |= handle.rows.state_fills()
-        if with_state and has_ids:
-            saved = handle.id_space.saved()
-            self.beside = {OF_VOCABULARY + name: saved[name] for name in _BY_ROW if name in saved}
-            self.fills |= dict.fromkeys(self.beside)
-
-    @property
-    def count(self) -> int:
-        """How many rows there are, or ids."""
-        return len(self.handle.id_space.vocabulary) if self.of_ids else self.handle.num_rows
-
-    @property
-    def stored(self) -> list[str]:
-        """The planes of the table itself."""
-        return [name for name in self.fills if name not in self.beside]
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of a row."""
-        return sum(self.handle.table.stored(name)[:1].nbytes for name in self.stored) + 8 * len(self.beside)
-
-    def owned(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return where among numbers of rows (n,) those that this process updates are, and their rows in the table here."""
-        at, rows = self.handle.owners.owned(torch.from_numpy(numbers))
-        return at.numpy(), rows.numpy()
-
-    def hashes(self, rows: slice) -> np.ndarray:
-        """Return the hashes of some rows, of all processes, (n,)."""
-        numbers = np.arange(rows.start, rows.stop)
-        at, here = (numbers, rows) if self.handle.owners.has_whole else self.owned(numbers)
-        found = hashes_of(numbers[at] if at is not numbers else at, self.read(here), self.fills).view(np.int64)
-        whole = self.handle.owners.to_all(torch.from_numpy(numbers), torch.from_numpy(found).unsqueeze(1))
-        return whole[:, 0].numpy().view(np.uint64)
-
-    def read(self, rows: np.ndarray | slice) -> dict[str, Tensor]:
-        """Return rows by their numbers, as they are stored, by plane: ``(n, width)``."""
-        table = self.handle.table
-        if isinstance(rows, slice):
-            found = {name: table.chunk(name, rows) for name in self.stored}
-        else:
-            found = dict(table.read(torch.from_numpy(rows).to(table.device), self.stored))
-        return found | {name: values[rows].unsqueeze(1) for name, values in self.beside.items()}
 
 
 class Place(NamedTuple):
@@ -152,7 +76,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table, or one with a vocabulary of several processes; `optimizer` is none.
+        `model` is no module, or has no table; `optimizer` is none.
     ProcessGroupError
         Another process failed, or has made other steps.
     """
@@ -172,7 +96,11 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
 
 
 def given_for_delta(
-    processes: Processes, path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
+    processes: Processes,
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    objects: dict[str, Any],
 ) -> tuple[Path, dict[str, Optimizer], dict[str, Any], dict[str, MarkedTable]]:
     """Return the path of a delta, the optimizers and other objects by name, and the tables; raise where one is wrong."""
     with processes.together():
@@ -186,8 +114,11 @@ def given_for_delta(
     return file, optimizers, others, tables
 
 
-def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
-    """Return the tables of a model by their keys in its state dict; raise where not all can be marked."""
+def marked_tables(model: object, with_state: bool, by_id: Collection[str] = ()) -> dict[str, MarkedTable]:
+    """Return the tables of a model by their keys in its state dict; raise where not all can be marked.
+
+    Those of `by_id` are so also with their state.
+    """
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"model is a {type(model).__name__} but must be a torch.nn.Module; pass the model itself"
@@ -198,12 +129,7 @@ def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
             f"model has no table whose rows could be marked ({type(model).__name__}); save it by torch.save, or make its "
             "embeddings tables: st.replace_embeddings(model)"
         )
-    for key, handle in tables.items():
-        if not handle.owners.has_whole and handle.id_space.come_and_go:
-            raise InvalidValueError(
-                f"{key} has a vocabulary that several processes share out, and ids in no order; use st.save_checkpoint"
-            )
-    return {key: MarkedTable(handle, with_state) for key, handle in tables.items()}
+    return {key: MarkedTable(handle, with_state, key in by_id) for key, handle in tables.items()}
 
 
 @contextlib.contextmanager
@@ -225,21 +151,7 @@ def contents_of(tables: Mapping[str, MarkedTable], progress: bool | None = None)
     with ByteProgress("marking rows", size, progress) as bar:
         for key, table in tables.items():
             table.handle.rows.catch_up()
-            ids, numbers, reserved = None, np.empty(0, np.int64), 0
-            if table.of_ids:
-                vocabulary = table.handle.id_space.vocabulary
-                ids, numbers = vocabulary.by_id()
-                reserved = reserved_sum(table.read(np.arange(vocabulary.reserved)))
-            count = table.count if ids is None else len(ids)
-            hashes = np.empty(count, np.uint64)
-            for rows in row_chunks(count, table.row_bytes):
-                rows = slice(rows.start, min(rows.stop, count))
-                if ids is None:
-                    hashes[rows] = table.hashes(rows)
-                else:
-                    hashes[rows] = hashes_of(ids[rows], table.read(numbers[rows]), table.fills)
-                bar.advance((rows.stop - rows.start) * table.row_bytes)
-            found[key] = Content(hashes, ids, reserved)
+            found[key] = table.by_id(bar.advance) if table.of_ids else table.by_number(bar.advance)
     return found
 
 

@@ -66,7 +66,7 @@ class SavedModel:
         for key in [key for key, handle in self._tables.items() if handle in left_out]:
             start = key.removesuffix("weight") + OF_VOCABULARY
             state = OrderedDict((k, v) for k, v in state.items() if k != key and not k.startswith(start))
-            entries = {k: entry for k, entry in entries.items() if k != key}
+            entries = {k: entry for k, entry in entries.items() if k != key and not k.startswith(start)}
             del self._tables[key]
         self._is_whole = not left_out
         # Of the tables that it goes into.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -155,6 +155,26 @@ def _stored(node: Any) -> Iterator[dict[str, Any]]:
     else:
         for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
             yield from _stored(inner)
+
+
+def find_rows(node: Any) -> list[dict[str, Any]]:
+    """Return what in `node` says where the rows of tables are."""
+    return [found for found in _stored(node) if found["$"] == "rows"]
+
+
+def set_num_rows(content: dict[str, Any], counts: Mapping[str, int]) -> None:
+    """Have a manifest speak of so many rows of tables, by "model/" or "optimizer/" and the name of a tensor that has them."""
+    for node in find_rows(content["model"]):
+        for name in node["parts"].values():
+            node["shape"][0] = counts.get(f"model/{name}", node["shape"][0])
+    for optimizer in content["optimizers"].values():
+        groups = decode(optimizer["rest"], lambda name: torch.zeros(2))["param_groups"]
+        numbers = [number for group in groups for number in group["params"]]
+        shapes = dict(zip(numbers, (shape for group in optimizer["params"] for shape in group), strict=True))
+        for number, saved in optimizer["state"]:
+            for node in find_rows(saved["rows"]):
+                for name in node["parts"].values():
+                    node["shape"][0] = shapes[number][0] = counts.get(f"optimizer/{name}", node["shape"][0])
 
 
 def find_shards(node: Any) -> list[tuple[str, int, list[int] | None]]:

@@ -44,9 +44,9 @@ class Content(NamedTuple):
         return np.where((at if self.ids is None else self.ids[at]) == keys, self.hashes[at], np.uint64(0))
 
 
-def reserved_sum(parts: Mapping[str, Tensor]) -> int:
-    """Return the sum of the hashes of rows that belong to no id, all of them: ``(n, width)`` weights by plane."""
-    return total_of(hashes_of(np.arange(len(parts["weight"])), parts, dict.fromkeys(parts)))
+def reserved_sum(parts: Mapping[str, Tensor], fills: Mapping[str, float | None]) -> int:
+    """Return the sum of the hashes of rows that belong to no id, all of them, as `hashes_of`: ``(n, width)`` by plane."""
+    return total_of(hashes_of(np.arange(len(parts["weight"])), parts, fills))
 
 
 def total_of(hashes: np.ndarray) -> int:

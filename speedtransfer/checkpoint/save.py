@@ -99,6 +99,7 @@ def save_checkpoint(
         place.check_target()
         is_new = not place.exists()
     processes.prepare()
+    processes.gather_ids()
     with contextlib.ExitStack() as until_saved:
         rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
         with processes.together():

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.delta_file import (
     FORMAT,
+    OF_PLACES,
     VERSION,
     TableFacts,
     checksum,
     digest,
     vocabulary_facts,
 )
+from speedtransfer.checkpoint.generators import gather_generators
+from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import (
     Mark,
-    MarkedTable,
     Place,
     check_kind,
     contents_of,
@@ -30,7 +31,7 @@ from speedtransfer.checkpoint.marks import (
     held,
     marked_tables,
 )
-from speedtransfer.checkpoint.plain_data import find_tensors
+from speedtransfer.checkpoint.plain_data import find_tensors, set_num_rows
 from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.save import plan_files
 from speedtransfer.checkpoint.table_rows import StoredRows
@@ -38,7 +39,6 @@ from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, read_chunks
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
-from speedtransfer.optim.owners import Owners
 from speedtransfer.rows import Rows
 from speedtransfer.tables import PathLike, files
 
@@ -57,12 +57,12 @@ def save_delta(
 
     Without an optimizer these are weights, for a copy that serves; with a vocabulary the rows of ids, and which ids are gone,
     not when and how often they were used. With an optimizer they are weights and state, for a copy that can go on training;
-    with a vocabulary by their place, with all that it knows. The file is written beside its place and renamed: it is whole,
-    or not there.
+    with a vocabulary by their place, or by id where several processes share these out, with all that it knows. The file is
+    written beside its place and renamed: it is whole, or not there.
 
     With tables that several processes own (``process_group=``) all of them must call it, with the same path and marks of the
     same time. Their rows go through rank 0, which needs memory for those that have changed and writes the file: it is as that
-    of one process, with the generators and objects of rank 0.
+    of one process, with the objects of rank 0 and the generators of all.
 
     Parameters
     ----------
@@ -106,19 +106,21 @@ def save_delta(
     with held(tables), torch.no_grad():
         now = contents_of(tables, progress)
         changed = {key: _changed(key, tables[key], since._contents[key], now[key]) for key in tables}
-        picked = ChangedRows(
-            {tables[key].handle.rows: rows for key, (_, rows) in changed.items()},
-            {table.handle.rows: table.handle.owners for table in tables.values()},
-        )
+        picked = ChangedRows({table.handle.rows: (table, now[key].keys[changed[key]]) for key, table in tables.items()})
+        if optimizers:
+            processes.gather_ids()
         with processes.together():
             plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
+            processes.release()
         picked.gather(plans)
+        generators = gather_generators(processes, others, plans)
         # Those of a state that was made just now are new.
         tables = marked_tables(model, bool(optimizers))
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
-            before, after, (at, rows) = since._contents[key], now[key], changed[key]
-            planes = names.get(table.handle.rows, {}) | _take_ids(key, table, rows, plans["model"], content)
+            before, after, at = since._contents[key], now[key], changed[key]
+            planes = names.get(table.handle.rows, {})
+            planes = planes | _take_ids(key, table, after.keys[at], plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
                     f"{key} has state ({sorted(table.fills.keys() - planes.keys())[:3]}) of another optimizer, or of before a "
@@ -127,19 +129,21 @@ def save_delta(
             said[key] = TableFacts(
                 *(len(before.keys), len(after.keys), table.handle.rows.encoding("weight"), planes, table.fills),
                 *(f"{before.total:016x}", f"{after.total:016x}", vocabulary_facts(table), before.reserved),
+                not table.handle.owners.has_whole,
             )._asdict()
             written += [_column(f"{number}.ids", after.keys[at])]
             written += [_column(f"{number}.before", before.of(after.keys[at]))]
             if table.of_ids:
                 gone = np.setdiff1d(before.keys, after.keys)
                 written += [_column(f"{number}.gone", gone), _column(f"{number}.gone_before", before.of(gone))]
-                reserved = table.read(np.arange(table.handle.id_space.vocabulary.reserved))
                 plans[f"{number}.reserved"] = TensorPlan()
-                plans[f"{number}.reserved"].tensors.update(reserved)
-        by_row = {name for facts in said.values() for name in facts["planes"].values()}
+                plans[f"{number}.reserved"].tensors.update(table.reserved())
+        by_row = {name: facts for facts in said.values() for name in facts["planes"].values()}
+        # Of ids those that there are.
+        set_num_rows(content, {name: of["rows"] for name, of in by_row.items() if of["vocabulary"] is not None})
         tensors, digests = dict[str, Any](), dict[str, str]()
         for role, plan in plans.items():
-            in_role = role in manifest.ROLES
+            in_role = not role.endswith(".reserved")
             found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
             tensors |= found
             digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
@@ -147,7 +151,8 @@ def save_delta(
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
         run, number, follows = since._place
-        about = {"run": run, "number": number + 1, "follows": follows}
+        about = {"run": run, "number": number + 1, "follows": follows, "generators": generators}
+        about["processes"] = 0 if processes.is_alone else processes.ranks
         text = json.dumps({**about, "tables": said, "digests": digests, "content": content})
         place = Place(run, number + 1, checksum(text))
         with processes.together():
@@ -158,52 +163,49 @@ def save_delta(
     return Mark(now, bool(optimizers), place)
 
 
-def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> tuple[np.ndarray, np.ndarray]:
-    """Return which keys have rows that have changed, by their place among them, and the numbers of these rows."""
+def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> np.ndarray:
+    """Return which keys have rows that have changed, by their place among them."""
     if table.of_ids is not (before.ids is not None) or (len(before.keys) > len(after.keys) and not table.of_ids):
         raise InvalidValueError(
             f"since has {len(before.keys)} rows of {key!r} but the table has {len(after.keys)}; mark this model"
         )
-    at = np.flatnonzero(before.of(after.keys) != after.hashes)
-    if not table.of_ids:
-        return at, at
-    return at, table.handle.id_space.vocabulary.rows(torch.from_numpy(after.keys[at])).numpy()
+    return np.flatnonzero(before.of(after.keys) != after.hashes)
 
 
 class ChangedRows(StoredRows):
-    """Where a plan has the rows of tables from: those that have changed, by the numbers that are given."""
+    """Where a plan has the rows of tables from: those that have changed, by the keys that are given."""
 
     is_divided = False
 
-    def __init__(self, numbers: Mapping[Rows, np.ndarray], owners: Mapping[Rows, Owners]) -> None:
-        self._numbers, self._owners = numbers, owners
+    def __init__(self, changed: Mapping[Rows, tuple[MarkedTable, np.ndarray]]) -> None:
+        self._changed = changed
         self._picked: dict[Rows, dict[str, Any]] = {}
 
     def plane(self, rows: Rows, name: str) -> Any:
         """Return the changed rows of a plane of a table."""
-        numbers, table = self._numbers.get(rows), rows.table
-        if numbers is None:
+        if rows not in self._changed:
             raise InvalidValueError(
-                f"an optimizer has the state of a table of {table.num_rows} rows that the model does not have; pass a model "
-                "with all tables"
+                f"an optimizer has the state of a table of {rows.table.num_rows} rows that the model does not have; pass a "
+                "model with all tables"
             )
-        at: np.ndarray = numbers
-
-        owners = self._owners[rows]
+        table, keys = self._changed[rows]
 
         def read(some: np.ndarray) -> Tensor:
-            ids = torch.from_numpy(some)
-            _, here = owners.owned(ids)
-            return owners.to_all(ids, table.read(here.to(table.device), [name])[name])
+            _, here = table.owned(some)
+            at = torch.from_numpy(here).to(rows.table.device)
+            return table.to_all(some, rows.table.read(at, [name])[name])
 
-        picked = PickedRows(table.stored(name), len(at), lambda start, stop: at[start:stop], read)
+        picked = PickedRows(rows.table.stored(name), len(keys), lambda start, stop: keys[start:stop], read)
         self._picked.setdefault(rows, {})[name] = picked
         return picked
 
     def gather(self, plans: Mapping[str, TensorPlan]) -> None:
         """Have tensors of the rows of several processes in the place of what would ask these as it is written. Collective."""
         several = {
-            id(t) for rows, found in self._picked.items() if not self._owners[rows].has_whole for t in found.values()
+            id(t)
+            for rows, found in self._picked.items()
+            if not self._changed[rows][0].handle.owners.has_whole
+            for t in found.values()
         }
         whole = dict[int, Tensor]()
         for plan in plans.values():
@@ -221,19 +223,22 @@ class ChangedRows(StoredRows):
 
 
 def _take_ids(
-    key: str, table: MarkedTable, rows: np.ndarray, plan: TensorPlan, content: dict[str, Any]
+    key: str, table: MarkedTable, keys: np.ndarray, plan: TensorPlan, content: dict[str, Any]
 ) -> dict[str, str]:
-    """Have a plan hold of what a vocabulary has by row the changed rows; none of it where rows are told apart by ids.
+    """Have a plan hold of what a vocabulary has by row the changed rows; nothing else where rows are without state.
 
-    Returns their names in the file.
+    Where rows are told apart by ids it does not have their places. Collective. Returns their names in the file.
     """
     entries, start = content["model"]["entries"], key.removesuffix("weight")
+    kept = {start + plane for plane in table.beside}
     for name in [name for name in entries if table.of_ids and name.startswith(start + OF_VOCABULARY)]:
-        for tensor in find_tensors(entries.pop(name)):
-            del plan.tensors[tensor]
-    found = {plane: entries[start + plane]["v"] for plane in table.beside}
+        if not kept or (name not in kept and name.removeprefix(start + OF_VOCABULARY) in OF_PLACES):
+            for tensor in find_tensors(entries.pop(name)):
+                del plan.tensors[tensor]
+    found, (_, here) = {plane: entries[start + plane]["v"] for plane in table.beside}, table.owned(keys)
     for plane, name in found.items():
-        plan.tensors[name] = table.beside[plane][torch.from_numpy(rows)]
+        values = table.beside[plane][torch.from_numpy(here)].unsqueeze(1)
+        plan.tensors[name] = table.to_all(keys, values)[:, 0]
     return {plane: f"model/{name}" for plane, name in found.items()}
 
 

@@ -23,7 +23,7 @@ from speedtransfer.rows import Rows
 from speedtransfer.tables import row_chunks
 
 # Of the rows of a table that several processes have saved: in the order of `Partition`.
-_LAYOUT = {"kind": "interleaved", "buckets": BUCKETS}
+LAYOUT = {"kind": "interleaved", "buckets": BUCKETS}
 # Of rows that belong to ids: those of each process after those of the one before, with how many these are.
 _IN_ORDER = "in order"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
@@ -71,7 +71,7 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     if isinstance(owners, Sharded) and keeps.rows.is_divided:
         sizes = owners.partition.saved_sizes
         keep = keeps.shard
-        layout["layout"] = _LAYOUT if sizes is None else {"kind": _IN_ORDER, "sizes": sizes}
+        layout["layout"] = LAYOUT if sizes is None else {"kind": _IN_ORDER, "sizes": sizes}
         if owners.is_shared:
             size = owners.partition.size(owners.exchange.rank)
             raw = {part: PickedRows(whole, size, owners.own_rows) for part, whole in raw.items()}
@@ -99,7 +99,7 @@ class SavedRows:
             self.dtype, self.shape = _DTYPES[node["dtype"]], tuple(node["shape"])
             if "layout" in node:
                 in_order = node["layout"].get("kind") == _IN_ORDER
-                if not in_order and node["layout"] != _LAYOUT:
+                if not in_order and node["layout"] != LAYOUT:
                     raise ValueError(f"rows in the layout {str(node['layout'])[:80]}")
                 reader, self._places = readers.shard, None if in_order else Partition(self.shape[0], 1)
         else:

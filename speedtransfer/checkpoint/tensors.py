@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of
+from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of, rows_at
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
@@ -225,6 +225,10 @@ class TensorReader:
         for start in range(0, num_bytes, CHUNK_BYTES):
             self._read(begin + start, target[start : start + CHUNK_BYTES])
         return tensor
+
+    def pick(self, name: str, at: Tensor) -> Tensor:
+        """Return the rows of a tensor at `at`, (n,)."""
+        return rows_at(self.mapped(name), at)
 
     def mapped(self, name: str) -> Tensor:
         """Return a tensor to be copied from at once: over the file itself, without memory of its own, on a disk."""

@@ -18,6 +18,7 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.tensors import TensorReader
+from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.progress import ByteProgress
@@ -47,7 +48,7 @@ class Processes:
     def prepare(self) -> None:
         """Have all rows take the steps that they have missed: in a shared table, processes wait for each other.
 
-        Rank 0 gets what is known of ids in all. ProcessGroupError: a step was not made in all.
+        All know then how many rows each has. ProcessGroupError: a step was not made in all.
         """
         for handle in self._handles:
             handle.step.recover()
@@ -56,6 +57,12 @@ class Processes:
             # A child of fork copies the rows of its parent.
             if handle.table.writable:
                 handle.rows.catch_up()
+            # Ids that were given rows without a lookup have let tables grow.
+            handle.id_space.tell_sizes()
+
+    def gather_ids(self) -> None:
+        """Let rank 0 have what is known of ids in all, until `release`."""
+        for handle in self._handles:
             handle.id_space.gather()
 
     def tell_sizes(self) -> None:
@@ -162,3 +169,14 @@ class ShardReader:
         if not pieces:
             return self._parts[0][1].read(name, slice(0, 0))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def pick(self, name: str, places: Tensor) -> Tensor:
+        """Return the rows at `places`, (n,)."""
+        dtype, shape = self.spec(name)
+        whole = torch.empty(len(places), *shape[1:], dtype=dtype, device="cpu")
+        for ranges, reader in self._parts:
+            start, stop = ranges[name]
+            at = ((places >= start) & (places < stop)).nonzero().flatten()
+            if len(at):
+                bits_of(whole)[at] = bits_of(reader.pick(name, places[at] - start))
+        return whole

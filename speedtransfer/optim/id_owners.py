@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import ProcessGroupError
-from speedtransfer.optim.sharded import Sharded
+from speedtransfer.optim.sharded import Sharded, of_owners
 from speedtransfer.optim.shards import Asked
 from speedtransfer.ranks import Exchange, Interleaved, Segment, check_counts, from_words
 from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owned, owners_of
@@ -236,6 +236,19 @@ class RankIdOwners(IdOwners):
         finally:
             error = None
         return result
+
+    def to_all(self, ids: np.ndarray, values: Tensor) -> Tensor:  # noqa: D102
+        return of_owners(self._exchange, torch.from_numpy(self.owners(ids)), values)
+
+    def joined(self, ids: np.ndarray, values: Tensor) -> tuple[np.ndarray, Tensor]:  # noqa: D102
+        told = self._exchange.agree("reads all rows", [len(ids)], str(self.handle))
+        ranks = torch.arange(self.processes, device="cpu").repeat_interleave(told[:, 0])
+        every = of_owners(self._exchange, ranks, torch.from_numpy(ids).unsqueeze(1))[:, 0].numpy()
+        order = np.argsort(every)
+        return every[order], of_owners(self._exchange, ranks, values)[torch.from_numpy(order)]
+
+    def from_first(self, values: Tensor) -> Tensor:  # noqa: D102
+        return self._exchange.from_first(values)
 
     def sum(self, number: int) -> int:  # noqa: D102
         return int(self._exchange.agree("writes rows", [number]).sum())

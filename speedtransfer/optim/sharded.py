@@ -211,14 +211,7 @@ class Sharded(Owners):
         return at, local[at]
 
     def to_all(self, ids: Tensor, values: Tensor) -> Tensor:  # noqa: D102
-        if not len(ids):
-            return values
-        owner = self.partition.owners(self.partition.places(ids))
-        counts = owner.bincount(minlength=self.exchange.ranks).tolist()
-        got = self.exchange.gather("rows", values, counts)
-        whole = torch.empty_like(got)
-        bits_of(whole)[owner.argsort(stable=True)] = bits_of(got)
-        return whole
+        return of_owners(self.exchange, self.partition.owners(self.partition.places(ids)), values)
 
     def own_rows(self, start: int, stop: int) -> Tensor:
         """Return some of the rows of the table here that this process updates: all are, and are numbered from 0."""
@@ -313,6 +306,16 @@ class Sharded(Owners):
     def copy_to(self, handle: Any) -> None:  # noqa: D102
         handle.owners = type(self)(handle, self.exchange, self.partition.copy(), self.comm_dtype)
         handle.owners.is_adaptive = self.is_adaptive
+
+
+def of_owners(exchange: Exchange, owners: Tensor, values: Tensor) -> Tensor:
+    """Return ``(n, width)`` values, the same in all processes, of which each gives those whose `owners` (n,) say so."""
+    if not len(owners):
+        return values
+    got = exchange.gather("rows", values, owners.bincount(minlength=exchange.ranks).tolist())
+    whole = torch.empty_like(got)
+    bits_of(whole)[owners.argsort(stable=True)] = bits_of(got)
+    return whole
 
 
 def _summed(route: Route, has: Sequence[int], grads: Tensor, is_adaptive: bool) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.rows import LAST_STEP
+from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import row_chunks
+from speedtransfer.vocabulary.changed_ids import check_alone, check_changes
 from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
@@ -24,6 +24,13 @@ def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray]:
         rows = live.occupied()
         rows = rows[np.argsort(live.ids[rows], kind="stable")]
         return live.ids[rows], rows
+
+
+def rows_here(vocabulary: Room, ids: np.ndarray) -> np.ndarray:
+    """Return the rows of ids (n,) in the table of this process, (n,) int64, -1 where it does not know them."""
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        return live.index.find(ids)
 
 
 def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
@@ -134,6 +141,36 @@ def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
         owner.rows.put("weight", at, values)
 
 
+def make_room_for(vocabulary: Room, ids: np.ndarray, gone: np.ndarray) -> None:
+    """Have rows for ids (n,) of this process, once the ids `gone` (m,) are; others stay.
+
+    Raises
+    ------
+    HostMemoryError
+        There are not as many, and may not be.
+    InvalidValueError
+        An id in `gone` may not be forgotten now.
+    """
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        count = int(np.count_nonzero(live.index.find(ids) < 0))
+        lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
+        if lack > 0:
+            vocabulary._grow(lack)
+            lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
+        if lack > 0:
+            raise HostMemoryError(
+                f"{owner}: {count} new ids need rows, but {lack} too many for the {vocabulary.capacity} that there are; make "
+                "the module with a larger capacity, or max_capacity"
+            )
+
+
+@torch.no_grad()
+def follow_changes(vocabulary: Room, changes: Changes) -> None:
+    """Do as `update` with changes, of ids that this process has, after `make_room_for`; of several all must call it."""
+    _update(vocabulary, changes.ids.numpy(), changes.rows, changes)
+
+
 @torch.no_grad()
 def forget(vocabulary: Room, ids: Any) -> int:
     """Let ids be unknown, and erase their weights and state; return how many were known.
@@ -181,92 +218,3 @@ def _clear(vocabulary: Room, rows: np.ndarray) -> None:
     live, owner = vocabulary._bound()
     at = torch.from_numpy(rows).to(live.table.device)
     owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))
-
-
-# --- changes, for copies ----------------------------------------------------------------------------------------------
-
-
-def changed_since(vocabulary: Room, clock: int) -> Changes:
-    """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy.
-
-    A copy that has applied what came before reads then, for every id, what this table reads now. Where idle rows move too
-    (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded
-    since, it is complete: all ids and rows. Rows that were written to ``embedding.table`` by hand are not seen.
-
-    Parameters
-    ----------
-    clock : int
-        ``vocabulary.clock`` as it was, or `Changes.clock` of the last time; 0: everything.
-
-    Raises
-    ------
-    InvalidValueError
-        The clock has not been there yet.
-    """
-    since = check_size(clock, "clock")
-    check_alone(vocabulary, "changed_since()")
-    live, owner = vocabulary._bound()
-    with owner.rows.lock:
-        if since > vocabulary.clock:
-            raise InvalidValueError(
-                f"{owner}: clock is {since} but that of this vocabulary is {vocabulary.clock}; pass an earlier one, or 0 for "
-                "everything"
-            )
-        now = vocabulary.clock
-        complete = since == 0 or since < vocabulary._log.begins or LAST_STEP in live.table.planes
-        rows = live.occupied()
-        if not complete:
-            rows = rows[(live.last_use[rows] >= since) | np.isin(rows, vocabulary._log.written_since(since))]
-        evicted = np.unique(
-            np.concatenate([np.empty(0, dtype=np.int64), *(i for at, i in vocabulary._log.gone if at >= since)])
-        )
-        evicted = evicted[live.index.find(evicted) < 0]
-        ids, reserved = torch.from_numpy(live.ids[rows]), vocabulary.weights_of(np.arange(live.reserved))
-        about = vocabulary.seed, vocabulary.initial, vocabulary.padding_idx, vocabulary.features
-        changed, gone, origin = vocabulary.weights_of(rows), torch.from_numpy(evicted), vocabulary._log.origin
-        return Changes(ids, changed, gone, reserved, now, complete, since, origin, *about)
-
-
-def check_alone(vocabulary: Room, what: str) -> None:
-    """Raise if several processes share the ids out, where `what` is for one."""
-    owner = vocabulary._bound()[1]
-    if owner.owners.processes > 1:
-        raise InvalidValueError(
-            f"{owner}: {what} is for a vocabulary of one process, but {owner.owners.processes} processes share this one "
-            "out; use ids and rows (export, update, forget)"
-        )
-
-
-def check_changes(vocabulary: Room, changes: Changes) -> None:
-    """Raise unless this vocabulary has what was before the changes, and the padding of theirs."""
-    live, owner = vocabulary._bound()
-    changes.check()
-    if len(changes.reserved) != live.reserved or changes.padding_idx not in (None, vocabulary.padding_idx):
-        raise InvalidValueError(
-            f"{owner}: the changes are of a table with padding_idx={changes.padding_idx} and {len(changes.reserved)} "
-            f"reserved rows but this one has padding_idx={vocabulary.padding_idx} and {live.reserved}; make both with "
-            "the same padding_idx"
-        )
-    if list(changes.features) != list(vocabulary.features):
-        raise InvalidValueError(
-            f"{owner}: the changes are of ids of the features {list(changes.features)} but this table has "
-            f"{list(vocabulary.features)}; make both with the same features"
-        )
-    if changes.complete or not changes.origin:
-        return
-    origin, clock = vocabulary._synced or (0, 0)
-    if origin != changes.origin:
-        raise InvalidValueError(
-            f"{owner}: a dump is missing: the changes are those since clock {changes.since} of a vocabulary that this one "
-            "does not copy, or no longer (it was trained, or the other has loaded a state); begin with changed_since(0)"
-        )
-    if changes.since > clock:
-        raise InvalidValueError(
-            f"{owner}: a dump is missing: the changes are those since clock {changes.since} but this copy has those up to "
-            f"{clock}; apply the ones between first, or begin anew with changed_since(0)"
-        )
-    if changes.clock < clock:
-        raise InvalidValueError(
-            f"{owner}: the changes are those up to clock {changes.clock} but this copy has those up to {clock} already; "
-            "leave older ones out"
-        )

@@ -44,6 +44,24 @@ class IdOwners:
         """Return the ids (n,) that this process owns, of those that all have given, and their values ``(n, dim)``."""
         return ids, values
 
+    def to_all(self, ids: np.ndarray, values: Tensor) -> Tensor:
+        """Return the values of ids (n,), the same in all processes, of which each gives those that it `owns`.
+
+        Both are ``(n, width)``. Collective.
+        """
+        return values
+
+    def joined(self, ids: np.ndarray, values: Tensor) -> tuple[np.ndarray, Tensor]:
+        """Return the ids (n,) of all processes, sorted, of which each gives its own, and their values ``(n, width)``.
+
+        Collective.
+        """
+        return ids, values
+
+    def from_first(self, values: Tensor) -> Tensor:
+        """Return the values that the first process has, in all. Collective."""
+        return values
+
     def sum(self, number: int) -> int:
         """Return the sum of the numbers of all processes."""
         return number

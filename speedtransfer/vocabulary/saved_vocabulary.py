@@ -199,6 +199,13 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
     return saved.last_use[sources]
 
 
+def go_on_with(vocabulary: Room, saved: SavedState) -> None:
+    """Take what is not by row from a state, whose rows are there."""
+    with vocabulary._bound()[1].rows.lock:
+        _take_numbers(vocabulary, saved, np.empty(0, np.int64))
+        vocabulary._log = ChangeLog(vocabulary.clock)
+
+
 @torch.no_grad()
 def reset_rows(vocabulary: Room, fill_padding: bool = False) -> None:
     """Set the weights of all known ids to their initial values, and keep the state of the optimizer.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_number, check_size
-from speedtransfer.vocabulary import contents, saved_vocabulary
+from speedtransfer.vocabulary import changed_ids, contents, saved_vocabulary
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.initial import check_initial, check_range
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_max_capacity, check_seed
@@ -200,19 +200,18 @@ class Vocabulary(Room):
 
     def rows(self, ids: Any) -> Tensor:
         """Return the rows of ids in ``embedding.table``, int64 in the shape of `ids`, -1 of an unknown one."""
-        live, owner = self._bound()
-        wanted = as_ids(ids).cpu()
-        with owner.rows.lock:
-            return torch.from_numpy(owner.owners.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(
-                wanted.shape
-            )
+        wanted, owners = as_ids(ids).cpu(), self._bound()[1].owners
+        return torch.from_numpy(owners.to_whole(self.rows_here(wanted.reshape(-1).numpy()))).view(wanted.shape)
 
     by_id = contents.by_id
+    rows_here = contents.rows_here
     export = contents.export
     update = contents.update
+    make_room_for = contents.make_room_for
+    follow_changes = contents.follow_changes
     forget = contents.forget
-    changed_since = contents.changed_since
-    check_changes = contents.check_changes
+    changed_since = changed_ids.changed_since
+    check_changes = changed_ids.check_changes
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
@@ -233,6 +232,7 @@ class Vocabulary(Room):
 
     plan_load = saved_vocabulary.plan_load
     load = saved_vocabulary.load
+    go_on_with = saved_vocabulary.go_on_with
     reset_rows = saved_vocabulary.reset_rows
 
     def set_initial(self, initial: Any) -> None:

@@ -36,6 +36,8 @@ class Setup:
     rows: int = ROWS
     # Rows that all processes together train alike at any number of them, or draws of each process's own generators.
     noise: bool = False
+    # A table of several features too.
+    multi: bool = False
 
     def of(self, kind: str, **more: Any) -> Setup:
         return dataclasses.replace(self, kind=kind, **more)
@@ -66,11 +68,13 @@ class Net(nn.Module):
         options |= {name: options[name].with_name("bag.safetensors") for name in ("path",) if name in options}
         # Fewer rows than processes.
         self.bag = library.EmbeddingBag(2, DIM, mode="sum", dtype=setup.dtype, **options)
+        self.many = st.MultiEmbedding([40, 10], DIM, dtype=setup.dtype, **options) if setup.multi else None
         self.twice = self.emb
         self.dense = nn.Sequential(nn.Linear(DIM, 5, dtype=setup.dtype), nn.Tanh(), nn.Linear(5, 1, dtype=setup.dtype))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.dense(self.emb(ids).mean(1) + self.twice(ids[:, 0] // 2) + self.bag(ids % 2))
+        rows = self.emb(ids).mean(1) + self.twice(ids[:, 0] // 2) + self.bag(ids % 2)
+        return self.dense(rows if self.many is None else rows + self.many(ids[:, :2] % 10).sum(1))
 
 
 class Job:
@@ -123,7 +127,8 @@ class Job:
     def planes(self) -> dict[str, Tensor]:
         """All rows, and their state, as they are stored; what is not of rows. In the order of ids; collective."""
         found = {f"dense {name}": value.detach().clone() for name, value in self.net.dense.state_dict().items()}
-        for name, module in (("emb", self.net.emb), ("bag", self.net.bag)):
+        for name in ("emb", "bag", *["many"] * self.setup.multi):
+            module = getattr(self.net, name)
             param = module.weight
             state = self.optimizer.state.get(param, {})
             found |= {

@@ -1,0 +1,240 @@
+"""Deltas of vocabularies that several processes share out: saved by any number of them, applied by any, by id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from test_merge import files_of
+from torch import nn
+
+import speedtransfer as st
+from ranks.pair import told
+from speedtransfer.vocabulary import owners_of
+
+FORMS: dict[str, dict[str, Any]] = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact", "padding_idx": 7},
+    "int8": {"storage_dtype": torch.int8, "idle": "lazy"},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lazy": {"evict": "lru", "max_capacity": 60},
+    "exact": {"unseen": "row", "admit": 2, "max_capacity": 400},
+    "int8": {"max_capacity": 400},
+}
+
+
+class Ids(nn.Module):
+    """Rows of ids, some of which go, of one feature and of two; and what is the same in all processes."""
+
+    def __init__(self, form: str, group: bool, **settings: Any) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        options = {"process_group": dist.group.WORLD} if group else {}
+        vocabulary = st.Vocabulary(seed=0, **SETTINGS[form] | settings)
+        self.emb = st.Embedding(6, 5, vocabulary=vocabulary, **FORMS[form], **options)
+        features = {"a": 4, "b": 4}
+        self.many = st.MultiEmbedding(
+            features, 5, vocabulary=st.Vocabulary(seed=1, max_capacity=900), idle="lazy", **options
+        )
+        # Ids that are the numbers of rows.
+        self.plain = st.MultiEmbedding([30, 10], 5, idle="lazy", **options)
+        self.head = nn.Linear(5, 1)
+
+
+class World:
+    """A model in training by the processes of a group, or by one."""
+
+    def __init__(self, form: str, group: bool, **settings: Any) -> None:
+        self.group = group
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        self.net = Ids(form, group, **settings)
+        tables = (self.net.emb, self.net.many, self.net.plain)
+        self.opt = torch.optim.AdamW([param for table in tables for param in table.parameters()], lr=0.1)
+        self.done = 0
+
+    def train(self, steps: int) -> World:
+        for _ in range(steps):
+            draw = torch.Generator().manual_seed(self.done)
+            ids = (torch.randint(0, 30, (24,), generator=draw) + 10 * self.done)[self.rank :: self.ranks]
+            self.opt.zero_grad()
+            both = self.net.many({"a": ids, "b": ids % 5})
+            rows = self.net.plain(torch.stack([ids % 30, ids % 10], 1)).sum(1)
+            (self.net.emb(ids).float() + both["a"] + both["b"] + rows).square().sum().backward()
+            self.opt.step()
+            self.done += 1
+        with torch.no_grad():
+            self.net.head.bias += 1.0
+        return self
+
+    def change(self) -> None:
+        """Forget some ids, and set the rows of others; of these some are new."""
+        self.opt.zero_grad()
+        self.net.many.vocabulary.forget(self.net.many.vocabulary_ids("a", torch.arange(self.done, 200, 7)))
+        if self.rank == 0:
+            self.net.emb.vocabulary.update([3, 10**12 + self.done], torch.full((2, 5), float(self.done)))
+        else:
+            self.net.emb.vocabulary.update([], torch.empty(0, 5))
+
+    def look(self) -> list[Any]:
+        """Return what is known of ids, whatever rows they have; the same in all processes."""
+        found: list[Any] = [value.tolist() for value in self.net.head.state_dict().values()]
+        for vocabulary in (self.net.emb.vocabulary, self.net.many.vocabulary):
+            parts: list[Any] = [vocabulary.export()]
+            if self.group:
+                parts *= self.ranks
+                dist.all_gather_object(parts, parts[0])
+            ids, order = torch.cat([ids for ids, _ in parts]).sort()
+            found += [ids.tolist(), torch.cat([rows for _, rows in parts])[order].tolist(), vocabulary.clock]
+        unseen = torch.tensor([-1, -2, 7])
+        with torch.no_grad():
+            found.append(self.net.eval().emb(unseen).tolist())
+            found.append(self.net.plain.table.gather(torch.arange(40)).tolist())
+        self.net.train()
+        return found
+
+
+def opt_of(world: World, with_state: bool) -> Any:
+    return world.opt if with_state else None
+
+
+def lead(form: str, group: bool, folder: Path, with_state: bool) -> list[Any]:
+    world, found = World(form, group).train(2), []
+    opt = opt_of(world, with_state)
+    st.save_checkpoint(folder / "base", world.net, opt)
+    mark = st.mark(world.net, opt)
+    for number in range(4):
+        world.train(number % 3)
+        if number > 1:
+            world.change()
+        mark = st.save_delta(folder / f"{number}.safetensors", world.net, mark, opt)
+        found.append([mark.fingerprints, world.look()])
+    return [*found, world.train(2).look()]
+
+
+def follow(form: str, group: bool, folder: Path, with_state: bool) -> list[Any]:
+    world, known, found = World(form, group), None, []
+    opt = opt_of(world, with_state)
+    st.load_checkpoint(folder / "base", world.net, opt)
+    paths = [folder / f"{number}.safetensors" for number in range(4)]
+    for number, path in enumerate(paths):
+        if number == 2:
+            assert "in between" in told(lambda: st.apply_delta(paths[3], world.net, None, opt))
+        known = st.apply_delta(path, world.net, known if number % 2 else None, opt)
+        # Those of a vocabulary with state, of one process, are by places.
+        assert known.fingerprints == st.mark(world.net, opt).fingerprints or (with_state and not group)
+        found.append([known.fingerprints, world.look()])
+    # What `merge` has made of base and deltas is followed on.
+    other = World(form, group)
+    st.load_checkpoint(folder / "merged", other.net, opt_of(other, with_state))
+    assert other.look() == found[2][1]
+    again = st.apply_delta(paths[3], other.net, None, opt_of(other, with_state))
+    assert again.fingerprints == known.fingerprints
+    assert other.look() == found[3][1]
+    assert "has been applied" in told(lambda: st.apply_delta(paths[3], world.net, known, opt))
+    assert "begins with other rows" in told(lambda: st.apply_delta(paths[0], world.net, None, opt))
+    assert world.look() == found[3][1]
+    world.done = 5
+    return [*found, world.train(2).look()]
+
+
+# "state": with the optimizer.
+CASES = """
+lazy 2 > 3
+exact 3 > 2
+int8 2 > 0
+lazy 0 > 2
+exact 2 > 2 state
+int8 3 > 2 state
+lazy 2 > 0 state
+exact 2 > 2
+lazy 3 > 1
+lazy 2 > 3 state
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("case", [*CASES[:7], *(pytest.param(each, marks=pytest.mark.slow) for each in CASES[7:])])
+def test_ids_saved_by_some_followed_by_others(case: str, pool: Any, tmp_path: Path) -> None:
+    form, before, _, after, *more = case.split()
+    ends = []
+    for function, world in ((lead, int(before)), (follow, int(after))):
+        call = pool.of(world) if world else lambda function, *args: [function(*args)]
+        ends.append(call(function, form, world > 0, tmp_path, bool(more)))
+        if function is lead:
+            deltas = [tmp_path / f"{number}.safetensors" for number in range(4)]
+            st.merge(tmp_path / "base", deltas[:2], tmp_path / "half")
+            st.merge(tmp_path / "half", deltas[2], tmp_path / "merged")
+            st.merge(tmp_path / "base", deltas[:3], tmp_path / "again")
+            assert files_of(tmp_path / "merged") == files_of(tmp_path / "again")
+    for each in (*ends[0], *ends[1]):
+        assert each[:4] == ends[0][0][:4]
+        # Bit for bit at the same number of processes.
+        assert not more or before != after or each == ends[0][0]
+    assert len(ends[0][0][3][1][2]) > 10
+
+
+def of_one_process(folder: Path) -> str:
+    """Rows with their state by places, which several processes do not have."""
+    world = World("lazy", True)
+    before = world.look()
+    said = told(lambda: st.apply_delta(folder / "0.safetensors", world.net, None, world.opt))
+    assert world.look() == before
+    return said
+
+
+def go_on_from_one(folder: Path) -> list[Any]:
+    world = World("lazy", True)
+    st.load_checkpoint(folder / "base", world.net, world.opt)
+    mark, world.done = st.mark(world.net, world.opt), 2
+    world.train(2).change()
+    mark = st.save_delta(folder / "more.safetensors", world.net, mark, world.opt)
+    return [mark.fingerprints, world.look()]
+
+
+def as_merged(folder: Path) -> list[Any]:
+    world = World("lazy", True)
+    st.load_checkpoint(folder / "merged", world.net, world.opt)
+    return [st.mark(world.net, world.opt).fingerprints, world.look()]
+
+
+def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) -> None:
+    lead("lazy", False, tmp_path, True)
+    for said in two(of_one_process, tmp_path):
+        assert "by the places that they have in one process, but several share them out here" in said
+    two(lead, "lazy", True, (by_two := tmp_path / "two"), True)
+    deltas = [tmp_path / "0.safetensors", by_two / "1.safetensors"]
+    assert "by id and by place" in told(lambda: st.merge(tmp_path / "base", deltas, tmp_path / "none"))
+    # Those that go on from what one has saved have rows by id.
+    saved = two(go_on_from_one, tmp_path)
+    st.merge(tmp_path / "base", tmp_path / "more.safetensors", tmp_path / "merged")
+    assert two(as_merged, tmp_path) == saved
+
+
+def too_small(folder: Path) -> list[str]:
+    """One process has no room for the ids that come; nothing changes in any."""
+    world = World("lazy", True, max_capacity=60, evict="lru")
+    ids = np.arange(10_000)
+    ids = ids[owners_of(ids, 2) == 1][:40]
+    mark = st.mark(world.net)
+    world.net.emb.vocabulary.update(torch.from_numpy(ids[world.rank :: 2]), torch.ones(20, 5))
+    assert len(world.net.emb.vocabulary) == (0, 40)[world.rank]
+    st.save_delta(folder / "1.safetensors", world.net, mark)
+    small = World("lazy", True, max_capacity=20, evict="lru")
+    before = small.look()
+    errors = [told(lambda: st.apply_delta(folder / "1.safetensors", small.net))]
+    assert small.look() == before
+    # Grown without a lookup, which the others are told.
+    st.save_checkpoint(folder / "base", world.net)
+    st.load_checkpoint(folder / "base", World("lazy", True).net)
+    return errors
+
+
+def test_a_process_without_room(two: Any, tmp_path: Path) -> None:
+    (first,), (second,) = two(too_small, tmp_path)
+    assert "rank 1 failed where it loads" in first
+    assert "40 new ids need rows" in second
+    assert "make the module with a larger capacity" in second
