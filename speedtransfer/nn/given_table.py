@@ -41,7 +41,9 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
     source = Rows(table, form)
     storage_dtype = options["storage_dtype"]
     place = options["memory"] in ("auto", table.memory) and options["path"] is None
-    if place and (storage_dtype is None or storage_dtype == (form or table.dtype)):
+    # Rows in bfloat16 get the other 8 bits as zeros.
+    gets_bits = storage_dtype == SPLIT24 and table.dtype == torch.bfloat16 and table.writable
+    if place and (gets_bits or storage_dtype in (None, form or table.dtype)):
         return _in_place(source, dtype, requires_grad, options)
     computed = torch.float32 if storage_dtype is not None else dtype or source.dtype
     if dtype not in (None, computed):
@@ -68,7 +70,7 @@ def _in_place(source: Rows, dtype: torch.dtype | None, requires_grad: bool, opti
     if requires_grad:
         table.check_writable()
     check_dtypes(source.dtype if plain else torch.float32, options["storage_dtype"], options["state_dtype"])
-    form = None if plain else source.storage_dtype or table.dtype
+    form = None if plain else options["storage_dtype"] or source.storage_dtype or table.dtype
     if plain and dtype not in (None, table.dtype):
         raise InvalidTypeError(
             f"dtype is {dtype} but the table holds {table.dtype}; convert what is looked up (emb(ids).to({dtype})), or copy "
