@@ -131,7 +131,7 @@ def test_rounding_compares_every_form_with_float32(suites, monkeypatch):
     cases = found.by_name
     assert abs(cases["split24"].figures[rounding.FARTHEST]) < rounding.MAX_SHARE
     assert all(len(case.values[rounding.LOSS]) == 2 for case in cases.values())
-    assert "| **float32** | 48 | " in shown("rounding", [found])
+    assert "| **float32** | 48 | " in markdown(a_result("rounding", [found]))
     assert "more than 0.1%" in rounding._wrong("split24", 0.0011)
     assert "shows nothing" in rounding._wrong("bfloat16", -0.0009)
     assert not rounding._wrong("bfloat16", 0.01) + rounding._wrong("split24", -0.0009)

@@ -43,12 +43,12 @@ VALUE = None  # no picture: a table says it
 class Settings:
     """Sizes of the matrix and of its factors, and how these are trained."""
 
-    left: int = 500
-    right: int = 300
+    left: int = 300
+    right: int = 200
     dim: int = 8
-    entries: int = 40_000
+    entries: int = 20_000
     noise: float = 0.1
-    steps: int = 2000
+    steps: int = 1200
     batch: int = 1000
     lr: float = 0.02
     seeds: int = 3
