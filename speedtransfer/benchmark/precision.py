@@ -56,10 +56,10 @@ FORMS = (
     Form("FP16", 6 * DIM, {"storage_dtype": torch.float16, "state_dtype": torch.bfloat16}),
     Form("BF16", 6 * DIM, {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
     Form("AMP", 12 * DIM, {}, autocast=True),
-    Form("24 bits", 3 * DIM + 2 * (DIM + 4), {"storage_dtype": "split24", "state_dtype": torch.uint8}),
     Form("int8", 3 * (DIM + 4), {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
     Form("FP8 E4M3", 3 * (DIM + 4), {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8}),
     Form("FP8 E5M2", 3 * (DIM + 4), {"storage_dtype": torch.float8_e5m2, "state_dtype": torch.uint8}),
+    Form("24 bits", 3 * DIM + 2 * (DIM + 4), {"storage_dtype": "split24", "state_dtype": torch.uint8}),
 )
 
 
