@@ -68,7 +68,6 @@ int8 mixed 2 > int8 mixed 3
 float8 sharded 2 > float8 sharded 3
 int8 sharded 2 > int8 one 0
 split24 one 0 > split24 sharded 2
-split24 sharded 2 > exact sharded 3
 float8 one 0 > float8 sharded 2
 exact sharded 2 > layout sharded 3
 sgd sharded 2 > sgd sharded 3
