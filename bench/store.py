@@ -30,6 +30,7 @@ SUITES = ("transfer", "step", "memory", "precision", "lookup", "prefetch", "cach
 EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, and the section of docs/results.md, if any
     "tax": ("Compute against transfer", ""),
     "mixed": ("Mixed precision by batch size: time, memory, accuracy", "mixed precision"),
+    "rounding": ("What rounding rows costs: a matrix factorised down to its noise", "rounding"),
     "exchange": ("Gradients in fewer bytes: to the same loss", "exchange"),
     "gpu": ("What a training step takes of a GPU", "experiments"),
     "peers": ("Training steps beside other libraries", "beside others"),
@@ -43,7 +44,14 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, 
     "parallel_example": ("One process and several", "parallel example"),
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
-USUAL = (*SUITES, "tax", "mixed", "exchange", "saves")  # those that need neither much time nor data, root or libraries
+USUAL = (
+    *SUITES,
+    "tax",
+    "mixed",
+    "rounding",
+    "exchange",
+    "saves",
+)  # those that need neither much time nor data, root or libraries
 PARTIAL, QUICK = ".partial", ".quick"  # runs that take no place of a full one
 GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print

@@ -139,6 +139,7 @@ _USES: tuple[tuple[str, dict[str, str]], ...] = (
     ("frozen, float8", {"optimizer": "none", "storage": "float8_e4m3fn"}),
     ("AdamW, float32", {}),
     ("AdamW, bfloat16 rows, 8-bit state", {"storage": "bfloat16", "state": "uint8"}),
+    ("AdamW, rows of 24 bits, 8-bit state", {"storage": "split24", "state": "uint8"}),
     ("AdamW, float8 rows, 8-bit state", {"storage": "float8_e4m3fn", "state": "uint8"}),
     ("AdamW, lazy, float8 rows, 8-bit state", {"storage": "float8_e4m3fn", "state": "uint8", "idle": "lazy"}),
     ("SGD, bfloat16 rows", {"optimizer": "SGD", "storage": "bfloat16"}),

@@ -11,10 +11,12 @@ from torch import Tensor
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import (
     SCALE,
+    SPLIT24,
     BlocksFloat8,
     Codec,
     Keys,
     Part,
+    StorageDtype,
     codec_for,
     codec_of_planes,
     decode_rows,
@@ -31,22 +33,24 @@ class EncodedPlanes:
     ----------
     table : Table
         Its dtype is the one stored.
-    storage_dtype : torch.dtype, optional
+    storage_dtype : torch.dtype or "split24", optional
         The dtype of `table`; rows are computed in float32, and for int8 and float8 a plane of scales is added, unless the
-        table has one. None: rows are computed in the dtype of the table.
+        table has one. "split24": the table is bfloat16, and a plane of 8 bits more is added. None: rows are computed in the
+        dtype of the table.
     state_dtype : torch.dtype, optional
         The dtype that optimizer state of the width and dtype of the weights is stored in: float32, bfloat16, or uint8 for
         8-bit blocks. None: as the optimizer makes it.
     scale_block : int, optional
         How many columns, at most, of float8 rows share a scale; None: 128, or as the table has it.
     dtype : torch.dtype, optional
-        What encoded rows of a table that is only read become; None: float32.
+        What encoded rows of a table that is only read become; None: float32. Of rows of 24 bits that are read as bfloat16
+        the other plane is not read.
     """
 
     def __init__(
         self,
         table: Table,
-        storage_dtype: torch.dtype | None = None,
+        storage_dtype: StorageDtype | None = None,
         state_dtype: torch.dtype | None = None,
         scale_block: int | None = None,
         dtype: torch.dtype | None = None,
@@ -73,7 +77,7 @@ class EncodedPlanes:
     def _codec_of_weights(self) -> Codec:
         """Return the codec that `scale_block` asks for, or the one of the scales that the table has."""
         table = self.table
-        codec, scales = codec_for(table.dim, self.dtype, table.dtype, self.scale_block), "weight" + SCALE
+        codec, scales = codec_for(table.dim, self.dtype, self.stored, self.scale_block), "weight" + SCALE
         if self.storage_dtype in FLOAT8_DTYPES and scales in table.planes:
             plane = table.stored(scales)
             if (plane.shape[1], plane.dtype) != codec.parts[SCALE]:
@@ -99,6 +103,11 @@ class EncodedPlanes:
     def seed(self) -> int:
         """The seed of stochastic rounding."""
         return self._seed
+
+    @property
+    def stored(self) -> StorageDtype:
+        """What the weights are stored in."""
+        return SPLIT24 if self.storage_dtype == SPLIT24 else self.table.dtype
 
     @property
     def as_stored(self) -> bool:
@@ -151,7 +160,7 @@ class EncodedPlanes:
         return self._codecs[name].parts
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the planes of the table that store a plane, by the suffix of their names: "" and ".scale"."""
+        """Return the planes of the table that store a plane, by the suffix of their names: "", and ".scale" or ".low"."""
         return {suffix: self.table.plane(name + suffix) for suffix in self._codecs[name].parts}
 
     def decode(self, name: str, parts: dict[str, Tensor]) -> Tensor:

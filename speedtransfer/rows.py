@@ -1,6 +1,7 @@
 """Read and write the rows of a table as an optimizer computes with them; handles and optimizer state have no other way.
 
-A plane ("weight", "exp_avg") is one plane of the table, or several if a codec encodes it: "weight" and "weight.scale".
+A plane ("weight", "exp_avg") is one plane of the table, or several if a codec encodes it: "weight" and "weight.scale", or
+"weight.low".
 Rows are encoded and decoded on the compute device, so that encoded rows cross the bus.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
+from speedtransfer.encoding import StorageDtype
 from speedtransfer.engines import CachedRows
 from speedtransfer.idle import Lag
 from speedtransfer.once import fork_safe_lock
@@ -56,7 +58,7 @@ class Rows(StoredPlanes):
     def __init__(
         self,
         table: Table,
-        storage_dtype: torch.dtype | None = None,
+        storage_dtype: StorageDtype | None = None,
         state_dtype: torch.dtype | None = None,
         scale_block: int | None = None,
         dtype: torch.dtype | None = None,

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import FLOAT8_DTYPES, bits_of
 from speedtransfer.encoded_planes import EncodedPlanes
-from speedtransfer.encoding import BlocksFloat8, Codec, codec_for, encode_rows
+from speedtransfer.encoding import SPLIT24, BlocksFloat8, Codec, codec_for, encode_rows
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import Placement, Table, check_room, refuse, row_chunks
 
@@ -73,8 +73,8 @@ class StoredPlanes(EncodedPlanes):
     def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the table if `is_viewable`; else (int8, float8, 8-bit planes) a float32 copy, decoded in chunks. Or its rows
-        from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
+        A view of the table if `is_viewable`; else (int8, float8, split24, 8-bit planes) a float32 copy, decoded in chunks. Or
+        its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])
@@ -249,7 +249,8 @@ class StoredPlanes(EncodedPlanes):
 
     def reads_as(self, dtype: torch.dtype) -> bool:
         """Tell whether rows can become `dtype` when they are read, as they are encoded and never written."""
-        return not self.table.writable and not self.plain and dtype.is_floating_point
+        encoded = not self.plain or self.storage_dtype == SPLIT24
+        return not self.table.writable and encoded and dtype.is_floating_point
 
     def copy(self) -> Self:
         """Return rows of a copy of the table with the same codecs, without state."""
@@ -265,10 +266,12 @@ class StoredPlanes(EncodedPlanes):
     def pickled(self) -> dict[str, Any]:
         """Return what `unpickled` needs besides a table with the weight plane."""
         beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
+        # The bfloat16 of 24 bits that were only read.
+        alone = self.plain and self.storage_dtype == SPLIT24
         return {
             "stored": self.table.dtype,
             "beside_dtypes": {suffix: plane.dtype for suffix, plane in beside.items()},
-            "dtypes": (self.storage_dtype, self.state_dtype, self.scale_block),
+            "dtypes": (None if alone else self.storage_dtype, self.state_dtype, self.scale_block),
             "dtype": self.dtype,
             "beside": {suffix: bits_of(plane) for suffix, plane in beside.items()},
             "rounding": self.state_dict(),

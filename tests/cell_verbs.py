@@ -207,6 +207,7 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
     "float32": ({}, 2e-5),
     "bfloat16": ({"storage_dtype": torch.bfloat16}, 0.05),
     "int8": ({"storage_dtype": torch.int8}, 0.2),
+    "split24": ({"storage_dtype": "split24"}, 2e-3),
     "cache_rows": ({"cache_rows": 3}, 2e-5),
     "mmap": ({"memory": "mmap"}, 2e-5),
     "layout": ({"layout": "rows"}, 2e-5),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import json
@@ -120,6 +121,20 @@ def test_an_example_is_measured(suites, name, given, line):
     text = shown(name, [measure(group, CPU)])
     assert line in text
     assert "6 steps of " in text
+
+
+def test_rounding_compares_every_form_with_float32(suites, monkeypatch):
+    rounding = suites["rounding"].module
+    monkeypatch.setattr(rounding, "_QUICK", dataclasses.replace(rounding._QUICK, steps=40, seeds=2))
+    found = measure(rounding.groups(CPU, True)[0], CPU)
+    assert [case.name for case in found.cases] == list(rounding.FORMS)
+    cases = found.by_name
+    assert abs(cases["split24"].figures[rounding.FARTHEST]) < rounding.MAX_SHARE
+    assert all(len(case.values[rounding.LOSS]) == 2 for case in cases.values())
+    assert "| **float32** | 48 | " in markdown(a_result("rounding", [found]))
+    assert "more than 0.1%" in rounding._wrong("split24", 0.0011)
+    assert "shows nothing" in rounding._wrong("bfloat16", -0.0009)
+    assert not rounding._wrong("bfloat16", 0.01) + rounding._wrong("split24", -0.0009)
 
 
 def test_tax_compares_the_same_three_ways(suites, monkeypatch):

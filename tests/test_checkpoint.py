@@ -320,11 +320,16 @@ def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
     assert second.digest() == whole.digest()
 
 
-EXACT = {"exact": {"idle": "exact"}, "exact int8": {"idle": "exact", **INT8}}
+EXACT = {
+    "exact": {"idle": "exact"},
+    "exact int8": {"idle": "exact", **INT8},
+    "exact split24": {"idle": "exact", "storage_dtype": "split24"},
+}
 FORMS: dict[str, dict[str, Any]] = {
     "exact int8": EXACT["exact int8"],
     "half": {"storage_dtype": torch.float16, "state_dtype": torch.bfloat16},
     "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
+    "split24": {"storage_dtype": "split24", "state_dtype": torch.uint8},
 }
 
 

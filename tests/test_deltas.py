@@ -29,6 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "exact": {"idle": "exact"},
     "int8": {"storage_dtype": torch.int8, "idle": "lazy"},
     "float8": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3, "idle": "lazy"},
+    "split24": {"storage_dtype": "split24", "idle": "lazy"},
     "bfloat16": {"dtype": torch.bfloat16, "idle": "lazy"},
     "records": {"layout": "rows", "idle": "lazy"},
     "cache": {"cache_rows": 8, "idle": "lazy"},
@@ -120,6 +121,7 @@ VOCABULARIES: dict[str, dict[str, Any]] = {
     "exact": {"idle": "exact"},
     "int8": {"storage_dtype": torch.int8, "idle": "lazy"},
     "float8": {"storage_dtype": torch.float8_e4m3fn, "idle": "lazy"},
+    "split24": {"storage_dtype": "split24", "idle": "exact"},
     "bfloat16": {"storage_dtype": torch.bfloat16, "idle": "lazy"},
     "padding": {"padding_idx": 7, "idle": "lazy"},
 }

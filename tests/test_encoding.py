@@ -17,14 +17,15 @@ from torch import Tensor
 from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding import convert, cuda_codecs
 from speedtransfer.encoding.choice import codec_for, codec_named
-from speedtransfer.encoding.codecs import SCALE, Blocks8, Cast, Codec, RowInt8
+from speedtransfer.encoding.codecs import LOW, SCALE, Blocks8, Cast, Codec, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8, codec_of_planes
 from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, write_key
+from speedtransfer.encoding.split24 import SPLIT24, Split24
 
 FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Those of torch in blocks of as many columns at most.
-KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8, "e4m3fn/7")
+KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8, "e4m3fn/7", SPLIT24)
 
 
 def codec_of(kind: str, width: int) -> Codec:
@@ -33,6 +34,8 @@ def codec_of(kind: str, width: int) -> Codec:
     if kind.partition("/")[0] in FLOAT8:
         name, _, block = kind.partition("/")
         return codec_for(width, torch.float32, FLOAT8[name], int(block) if block else None)
+    if kind == SPLIT24:
+        return Split24(width)
     return RowInt8(width) if kind == "int8" else Blocks8(width)
 
 
@@ -76,6 +79,7 @@ def largest_of_blocks(codec: Codec, values: Tensor) -> Tensor:
 STEPS = {
     "bfloat16": lambda codec, values: values.abs() * 2.0**-7,
     "float16": lambda codec, values: values.abs() * 2.0**-10 + 2.0**-24,
+    SPLIT24: lambda codec, values: values.abs() * 2.0**-15,
     "int8": lambda codec, values: values.abs().amax(1, keepdim=True) / 127 * 1.001,
     "float8": lambda codec, values: torch.maximum(
         values.abs() * (1 / 8 + 2e-5), largest_of_blocks(codec, values) * (2.0**-14 if values.min() < 0 else 2.0**-30)
@@ -180,9 +184,9 @@ def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind: str, width: in
         argument = cuda_codecs.pack_encoding(codec, values, keys, from_kernel)
         cpu_kernels().launch("encode_rows", *launch, argument, backwards=writes == 1)
         check_parts(from_kernel, expected)
-        if isinstance(codec, Blocks8):
+        if isinstance(codec, Blocks8 | Split24):
             from_kernel = torch.empty(400, width)
-            cpu_kernels().launch("decode_blocks", *launch, cuda_codecs.pack_decoding(found, from_kernel))
+            cpu_kernels().launch(codec.decoder, *launch, cuda_codecs.pack_decoding(found, from_kernel))
             same_values(from_kernel, decoded)
 
 
@@ -197,13 +201,80 @@ def test_kernels_round_every_float_as_torch_does() -> None:
         check_parts(found, codec.encode(values, keys.bits(slice(None), 8)))
 
 
+# --- 24 bits ----------------------------------------------------------------------------------------------------------
+
+# Beyond it the nearest bfloat16 would be infinite.
+LARGEST_24 = (2 - 2.0**-7 + 127 * 2.0**-15) * 2.0**127
+
+
+def of_24_bits(values: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return float32 (n, width) in 24 bits, by arithmetic in float64; `up`: shares of a step from which it is rounded up."""
+    wide = values.double()
+    step = 2.0 ** (wide.abs().log2().floor().clamp(min=-126) - 15)
+    steps = wide.abs() / step
+    steps = steps.round() if up is None else (steps + up).floor()
+    rounded = (steps * step).clamp(max=LARGEST_24).copysign(wide)
+    return torch.where(wide.isfinite() & (wide != 0), rounded, wide).float()
+
+
+def near_ends_of_24_bits() -> Tensor:
+    """Return numbers of every exponent, whose last 8 bits are near those at which rounding changes."""
+    exponents = torch.arange(255)[:, None, None] << 23
+    tops = torch.tensor([0, 1, 0x7F, 0x80, 0x81, 0x7FFF, 0x7F7F, 0x7FFE])[:, None] << 8
+    sizes = (exponents + tops + torch.tensor([0, 1, 0x7F, 0x80, 0x81, 0xFF])).reshape(-1, 8)
+    return torch.cat([sizes, sizes - 2**31]).to(torch.int32).view(torch.float32)
+
+
+def test_rows_of_24_bits_are_those_of_arithmetic() -> None:
+    values = torch.cat([near_ends_of_24_bits(), interesting_floats()])
+    known = ~values.isnan()
+    keys = keys_for(len(values))
+    up = (keys.bits(slice(None), 8) >> 24 & 0xFF).double() / 256
+    for found, expected in (
+        (there_and_back(Split24(8), values), of_24_bits(values)),
+        (there_and_back(Split24(8), values, 0), of_24_bits(values, up)),
+    ):
+        assert torch.equal(found.view(torch.int32)[known], expected.view(torch.int32)[known])
+        assert found[~known].isnan().all()
+
+
+def test_the_bfloat16_alone_is_the_nearest() -> None:
+    """Of two as near it is the larger, where torch has the even one."""
+    values = there_and_back(Split24(8), near_ends_of_24_bits())
+    parts = encode_rows(Split24(8), values, None)
+    assert torch.equal(decode_rows(Split24(8), parts), values)
+    wide, alone = values.double(), parts[""].double()
+    finite = alone.isfinite() & (values.abs() <= torch.finfo(torch.bfloat16).max)
+    far, ties = (alone - wide).abs(), parts[LOW] == -128
+    assert torch.equal(parts[""][finite & ~ties], values.bfloat16()[finite & ~ties])
+    assert torch.equal(far[finite], (values.bfloat16().double() - wide).abs()[finite])
+    assert (alone.abs() > wide.abs())[ties & finite].all()
+    assert ties.any()
+
+
+def test_any_two_parts_decode_to_one_number_everywhere() -> None:
+    """Also those that encoding never makes: a write to the bfloat16 alone leaves the others as they were."""
+    tops = torch.tensor([0, 1, 2, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FC0, 0x3F80], dtype=torch.int32)
+    tops = torch.cat([tops, tops - 0x8000]).to(torch.int16).repeat_interleave(256).view(18, 256)
+    parts = {"": tops.view(torch.bfloat16), LOW: torch.arange(-128, 128).to(torch.int8).repeat(18, 1)}
+    expected = Split24(256).decode(parts, torch.empty(18, 256))
+    from_kernel = torch.empty(18, 256)
+    cpu_kernels().launch("decode_split24", 2, 32, cuda_codecs.pack_decoding(parts, from_kernel))
+    for found in (decode_rows(Split24(256), parts), from_kernel):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    alone = parts[""].float()
+    assert torch.equal(expected.isnan(), alone.isnan())
+    assert torch.equal(expected.isinf(), alone.isinf())
+    assert torch.equal(expected.signbit(), alone.signbit())
+
+
 # --- numbers that are none --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("writes", [None, 0, 5])
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", SPLIT24])
 def test_casts_saturate_and_keep_infinities(kind: str, writes: int | None) -> None:
-    largest, inf = torch.finfo(getattr(torch, kind)).max, math.inf
+    largest, inf = LARGEST_24 if kind == SPLIT24 else torch.finfo(getattr(torch, kind)).max, math.inf
     top = torch.finfo(torch.float32).max
     values = torch.tensor([[top, -top, largest * 1.0001, inf, -inf, math.nan, 0.0, -0.0]])
     found = there_and_back(codec_of(kind, 8), values, writes)
@@ -253,6 +324,8 @@ _REPEATS = 2000
         ("bfloat16", 1.0),
         ("bfloat16", 1e-39),  # subnormal
         ("float16", 1e-5),  # subnormal
+        (SPLIT24, 1.0),
+        (SPLIT24, 1e-41),  # subnormal
         ("int8", 1.0),
         ("float8", 1.0),
         ("positive float8", 1.0),
@@ -401,4 +474,4 @@ def test_layouts() -> None:
         untouched = {suffix: torch.zeros(3, part.width, dtype=part.dtype) for suffix, part in codec.parts.items()}
         assert torch.equal(decode_rows(codec, untouched), torch.zeros(3, 40))
     names = "bfloat16 float16 int8-row float8-block100 float8_e4m3fn-block100 float8_e5m2-block100 float8_e4m3fn-block7"
-    assert [codec_of(kind, 300).name for kind in KINDS] == names.split()
+    assert [codec_of(kind, 300).name for kind in KINDS] == [*names.split(), SPLIT24]

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "cached": {"cache_rows": 10, "layout": "rows"},
     "int8": {"storage_dtype": torch.int8},
+    "split24": {"storage_dtype": "split24"},
     "small state": {"state_dtype": torch.uint8},
 }
 
@@ -123,14 +124,16 @@ ROUNDED = ("weight[50]", "torch.enable_grad", "F.embedding", "emb(emb", "trained
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_reads_what_it_would_of_its_own_copy(tmp_path: Path, kind: str) -> None:
     def read(run: Training) -> Any:
-        return {statement: plain(done(statement, run)) for statement in READS}
+        # NumPy has no bfloat16.
+        reads = [statement for statement in READS if kind != "split24" or "numpy" not in statement]
+        return {statement: plain(done(statement, run)) for statement in reads}
 
     run, twin = (Training(memory, tmp_path, **KINDS[kind]) for memory in ("mmap", "pageable"))
     before = run.stored()
     got, want = in_child(lambda: read(run)), in_child(lambda: read(twin))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
     for name, values in got.items():
-        margin = 0.05 if kind == "int8" and name.startswith(ROUNDED) else 0
+        margin = {"int8": 0.05, "split24": 2e-4}.get(kind, 0) if name.startswith(ROUNDED) else 0
         torch.testing.assert_close(values, want[name], rtol=0, atol=margin, msg=lambda m, n=name: f"{n}: {m}")
 
 

@@ -22,6 +22,7 @@ from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
+from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
 from speedtransfer.optim import find_handle
 from speedtransfer.optim.handle import Handle
@@ -84,11 +85,11 @@ def test_training(case: OptimizerCase, idle: str) -> None:
     assert_grows(pageable, case, idle)
 
 
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, "split24"], ids=str)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_encoded_rows(storage: torch.dtype, idle: str) -> None:
+def test_encoded_rows(storage: Any, idle: str) -> None:
     options = {"storage_dtype": storage, "state_dtype": torch.bfloat16 if idle == "lazy" else torch.uint8}
-    assert_grows(lambda rows: pageable(rows, dtype=storage), case_named("adamw"), idle, **options)
+    assert_grows(lambda rows: pageable(rows, dtype=dtype_of(storage)), case_named("adamw"), idle, **options)
 
 
 def test_a_pending_gradient_stays() -> None:

@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], Any]]] = {
     "cached": (lambda: {"idle": "lazy", "cache_rows": 8}, ADAMW),
     "bfloat16": (lambda: {"idle": "lazy", "storage_dtype": torch.bfloat16}, ADAMW),
     "int8": (lambda: {"idle": "lazy", "storage_dtype": torch.int8}, ADAMW),
+    "split24": (lambda: {"idle": "exact", "storage_dtype": "split24"}, ADAMW),
     "8-bit state": (lambda: {"idle": "lazy", "state_dtype": torch.uint8}, ADAMW),
     "8-bit state exact": (lambda: {"idle": "exact", "state_dtype": torch.uint8}, ADAMW),
     "vocabulary": (lambda: vocabulary(evict="lru"), ADAMW),

@@ -41,7 +41,8 @@ def trained(steps: int = 3, **options) -> Model:
 
 
 @pytest.mark.parametrize(
-    "options", [{"idle": "exact"}, {"idle": "lazy"}, *({"storage_dtype": d} for d in (torch.int8, torch.float8_e5m2))]
+    "options",
+    [{"idle": "exact"}, {"idle": "lazy"}, *({"storage_dtype": d} for d in (torch.int8, torch.float8_e5m2, "split24"))],
 )
 def test_modules_and_rows(options) -> None:
     model = trained(**options).eval()
@@ -144,7 +145,9 @@ def test_tools_that_would_record_the_rows_of_one_batch_raise(tool) -> None:
     assert torch.equal(model(IDS), expected)
 
 
-@pytest.mark.parametrize("options", [{"idle": "exact"}, {"storage_dtype": torch.int8}, {"memory": "mmap"}])
+@pytest.mark.parametrize(
+    "options", [{"idle": "exact"}, {"storage_dtype": torch.int8}, {"storage_dtype": "split24"}, {"memory": "mmap"}]
+)
 def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
     if "memory" in options:
         torch.manual_seed(0)

@@ -30,6 +30,7 @@ NEAR = buffers.SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
 FORMS: dict[str, dict[str, Any]] = {
     **{dtype_name(t): {"dtype": t} for t in (torch.float32, torch.float64, torch.bfloat16)},
     "float8": {"storage_dtype": torch.float8_e4m3fn},
+    "split24": {"storage_dtype": "split24"},
     "exact": {"idle": "exact"},
     "by frequency": {"scale_grad_by_freq": True},
     "padding": {"padding_idx": 0},

@@ -155,6 +155,7 @@ ABOUT: dict[str, dict[str, Any]] = {
     "row": {"admit": 3, "unseen": "row", "max_capacity": 1000},
     "deferred": {"deferred": True, "evict": "lfu", "max_capacity": 1000},
     "int8": {"storage_dtype": torch.int8, "max_capacity": 1000},
+    "split24": {"storage_dtype": "split24", "max_capacity": 1000},
     "max_norm": {"max_norm": 1.0, "max_capacity": 1000},
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import take_step
@@ -14,11 +16,11 @@ from torch import Tensor, nn
 import speedtransfer
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
+SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8, "split24")
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-def made(stored: torch.dtype | None, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
+def made(stored: Any, rows: int = 12, dim: int = 6, seed: int = 2, **options) -> speedtransfer.Embedding:
     torch.manual_seed(seed)
     return speedtransfer.Embedding(rows, dim, storage_dtype=stored, idle="lazy", **options)
 
@@ -28,13 +30,18 @@ def dense(rows: int = 12, dim: int = 6, seed: int = 2, **options) -> nn.Embeddin
     return nn.Embedding(rows, dim, **options)
 
 
-def quantised(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def quantised(weight: Tensor, dtype: Any) -> Tensor:
     """What a table of `dtype` holds of float32 rows, to the nearest."""
     if dtype in FLOAT8:
         top = torch.finfo(dtype).max
         scale = weight.abs().amax(1, keepdim=True) / top
         scale = (scale.view(torch.int32) & (-16 if top == 448 else -8)).view(torch.float32)
         return (weight / scale).clamp(-top, top).to(dtype).float() * scale
+    if dtype == "split24":
+        # Of two as near the one whose last bit is zero.
+        words = weight.numpy().view(np.uint32).astype(np.int64)
+        words += 0x7F + (words >> 8 & 1)
+        return torch.from_numpy((words & 0xFFFFFF00).astype(np.uint32).view(np.float32))
     if dtype != torch.int8:
         return weight.to(dtype).float()
     scale = weight.abs().amax(1, keepdim=True) / 127
@@ -57,7 +64,7 @@ def train(emb: nn.Module, steps: int = 5, kind: type = torch.optim.AdamW, **opti
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_first_values_are_those_of_torch_rounded(dtype: torch.dtype) -> None:
+def test_first_values_are_those_of_torch_rounded(dtype: Any) -> None:
     ours, theirs = made(dtype, 5000, 33), dense(5000, 33)
     assert torch.equal(values(ours), quantised(theirs.weight.detach(), dtype))
     assert torch.equal(torch.randn(3), (dense(5000, 33), torch.randn(3))[1])  # no draw more or less
@@ -66,7 +73,7 @@ def test_first_values_are_those_of_torch_rounded(dtype: torch.dtype) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.dtype) -> None:
+def test_from_pretrained_rounds_to_the_nearest(dtype: Any, given: torch.dtype) -> None:
     weight = dense(40, 7).weight.detach().to(given)
     emb = speedtransfer.Embedding.from_pretrained(weight, storage_dtype=dtype)
     assert torch.equal(values(emb), quantised(weight.float(), dtype))
@@ -78,7 +85,7 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.
         model = nn.Sequential(nn.Embedding.from_pretrained(weight))
         speedtransfer.replace_embeddings(model, min_rows=0, storage_dtype=dtype, state_dtype=torch.uint8)
         assert torch.equal(values(model[0]), values(emb))
-        assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
+        assert f"storage_dtype={dtype!r}, state_dtype=torch.uint8" in repr(model)
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
@@ -86,7 +93,11 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.
 
 WRONG = r"""
 storage_dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.float64 but must be None or one of torch.float32
-storage_dtype="int8" -> InvalidTypeError: storage_dtype is 'int8' but .*torch.int8, .*torch.float8_e5m2; pass one of them
+storage_dtype="int8" -> InvalidTypeError: storage_dtype is 'int8' but .*torch.float8_e5m2, 'split24'; pass one of them
+storage_dtype="split16" -> InvalidTypeError: storage_dtype is 'split16' but must be None or one of torch.float32
+storage_dtype="split24", dtype=torch.float64 -> InvalidTypeError: storage_dtype is split24 but the rows are torch.float64
+state_dtype="split24" -> InvalidTypeError: state_dtype is 'split24' but must be None or one of torch.float32, torch.bfloat16
+scale_block=32, storage_dtype="split24" -> InvalidValueError: scale_block is 32 but storage_dtype is split24, and only
 storage_dtype=torch.uint8 -> InvalidTypeError: storage_dtype is torch.uint8
 state_dtype=torch.int8 -> InvalidTypeError: state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)
 storage_dtype=torch.int8, dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.int8 but the rows are torch.float64
@@ -184,10 +195,11 @@ def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:
         (torch.int8, torch.uint8, 132, 264),
         (torch.float8_e4m3fn, torch.uint8, 132, 264),
         (torch.float8_e5m2, torch.bfloat16, 132, 512),
+        ("split24", torch.uint8, 384, 264),
     ],
 )
 def test_bytes_held_and_moved_are_those_of_the_small_form(
-    storage: torch.dtype | None, state: torch.dtype | None, weight_bytes: int, state_bytes: int
+    storage: Any, state: torch.dtype | None, weight_bytes: int, state_bytes: int
 ) -> None:
     emb = made(storage, 100, 128, state_dtype=state)
     opt = torch.optim.Adam(emb.parameters())

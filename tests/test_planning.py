@@ -115,7 +115,7 @@ def test_lossless_first_then_smaller_then_files():
     ):
         plan = st.plan(size, batch=65_536, machine=gpu(**sizes))
         assert (plan.best.level, plan.best.memory) == (level, memory)
-        assert len({option.form for option in plan.options}) == 6
+        assert len({option.form for option in plan.options}) == 7
     assert st.plan(size, batch=65_536, machine=gpu()).best.bound == "bus"
     few = st.plan((1000, 8), "SGD", batch=65_536, machine=gpu())
     assert not few.best.is_table

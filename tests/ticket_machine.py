@@ -84,7 +84,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
 }
 PRECISIONS = [(None, None), (None, torch.bfloat16), (torch.bfloat16, None), (torch.int8, torch.uint8)]
-PRECISIONS += [(torch.float8_e4m3fn, torch.uint8)]
+PRECISIONS += [(torch.float8_e4m3fn, torch.uint8), ("split24", torch.uint8)]
 CONFIGS = some.fixed_dictionaries(
     {
         "memory": some.sampled_from(["pageable", "mmap"]),

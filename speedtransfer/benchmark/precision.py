@@ -21,7 +21,8 @@ from speedtransfer.nn import Embedding
 
 NOTE = (
     "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "
-    "each row, FP8: with one for up to 128 columns, and both with state in 8-bit blocks; the model is float32. AMP: a float32 "
+    "each row, FP8: with one for up to 128 columns, 24 bits: a bfloat16 and 8 bits more, all with state in 8-bit blocks; the "
+    "model is float32. AMP: a float32 "
     "table, and the model under torch.autocast (float16 with a GradScaler on a GPU, bfloat16 on a CPU). The loss is that of "
     "batches not seen before, the same for all, at the end of a fixed number of steps. Memory is the table with its state, "
     "and of a GPU what a step takes."
@@ -46,7 +47,7 @@ class Form:
 
     name: str
     row_bytes: int
-    options: dict[str, torch.dtype]
+    options: dict[str, Any]
     autocast: bool = False
 
 
@@ -58,6 +59,7 @@ FORMS = (
     Form("int8", 3 * (DIM + 4), {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
     Form("FP8 E4M3", 3 * (DIM + 4), {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8}),
     Form("FP8 E5M2", 3 * (DIM + 4), {"storage_dtype": torch.float8_e5m2, "state_dtype": torch.uint8}),
+    Form("24 bits", 3 * DIM + 2 * (DIM + 4), {"storage_dtype": "split24", "state_dtype": torch.uint8}),
 )
 
 

@@ -1,8 +1,8 @@
 """Encode float32 values to fewer bits for a table to store, and decode them.
 
 Every codec takes ``(n, width)`` values to encoded rows and back, one tensor for each part (the part "" is the plane itself,
-".scale" lies beside it). Rounding is stochastic where random bits are given: up or down with the probability that makes the
-mean right, so that updates far below a step of the codec still add up. Without bits it is to the nearest.
+".scale" or ".low" lies beside it). Rounding is stochastic where random bits are given: up or down with the probability that
+makes the mean right, so that updates far below a step of the codec still add up. Without bits it is to the nearest.
 
 What is stored comes back from a round trip bit for bit, however it is rounded: scales keep just as many digits as leave
 their products with the codes exact.
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # columns, at most, that share a scale, unless somebody says otherwise
-SCALE = ".scale"
+# The parts beside the plane itself: of the scales of its rows, and of what its values lack.
+SCALE, LOW = ".scale", ".low"
 
 
 class Part(NamedTuple):
@@ -33,8 +34,9 @@ class Plain:
 
     # The encoded plane is a tensor of the values, if of another dtype.
     viewable = True
-    # The function of `numba_codecs` that encodes stochastically.
-    kernel = ""
+    # The function of `numba_codecs` that encodes stochastically; that which decodes, also of `codecs.cu`; none: `decode` is
+    # one pass.
+    kernel = decoder = ""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self.parts = {"": Part(width, dtype)}
@@ -51,7 +53,7 @@ class Plain:
     def meanings(self, device: torch.device) -> Tensor | None:
         """Return the numbers, without their scale, that the 256 codes stand for, and those under a negative scale: (512,).
 
-        None: `decode` is one pass, and needs no compiled one.
+        None: they have no scale, or `decode` is one pass.
         """
         return None
 
@@ -117,6 +119,7 @@ class Blocks(Plain):
     """The base class of codecs with a scale for each of `blocks` blocks of a row's columns, as even as can be."""
 
     viewable = False
+    decoder = "decode_blocks"
 
     def __init__(self, width: int, dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype = torch.float32) -> None:
         self.blocks, self.size = blocks, math.ceil(width / blocks)

@@ -12,7 +12,7 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import cuda_codecs
-from speedtransfer.encoding.codecs import SCALE, Codec
+from speedtransfer.encoding.codecs import LOW, SCALE, Codec
 from speedtransfer.encoding.rounding import Keys, column_keys
 from speedtransfer.jit import compiled_module, run_on_threads
 
@@ -46,16 +46,16 @@ def decode_rows(codec: Codec, parts: dict[str, Tensor]) -> Tensor:
     """Return the values of encoded rows, ``(n, width)`` float32 and contiguous."""
     codes = parts[""]
     values = buffers.empty(tuple(codes.shape), torch.float32, codes.device)
-    known = codec.meanings(codes.device)
-    if known is None:  # one pass
+    if not codec.decoder:  # one pass
         return codec.decode(parts, values)
     compiled = _compiled(codes)
     if compiled is not None:
-        scales = parts[SCALE].to(torch.float32)
-        _run(compiled.decode_blocks, [codes, scales, known], values)
+        known = codec.meanings(codes.device)
+        others = [parts[LOW]] if known is None else [parts[SCALE].to(torch.float32), known]
+        _run(getattr(compiled, codec.decoder), [codes, *others], values)
         return values
     if cuda_codecs.is_usable(codes):
-        cuda_codecs.decode(parts, values)
+        cuda_codecs.decode(codec, parts, values)
         return values
     for rows in _chunks(codes):
         codec.decode({suffix: part[rows] for suffix, part in parts.items()}, values[rows])

@@ -43,6 +43,38 @@ def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, 
 
 
 @compile_function
+def encode_split24(values: Any, rows: Any, columns: Any, out: Any, low: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) int16 with the bits of bfloat16, and `low` (n, width) int8."""
+    row_keys, column_keys, target = rows.view(np.uint32), columns.view(np.uint32), out.view(np.uint16)
+    words = values.view(np.uint32)
+    for i in range(start, stop):
+        for j in range(words.shape[1]):
+            word, bits = words[i, j], _random(row_keys[i], column_keys[j])
+            size = np.uint32(word & np.uint32(0x7FFFFFFF))
+            rounded = np.uint32((size + (bits >> np.uint32(24))) >> np.uint32(8))
+            rounded = min(rounded, np.uint32(0x7F7F7F))
+            top = np.uint32((rounded + np.uint32(0x80)) >> np.uint32(8))
+            rest = np.uint32(rounded - (top << np.uint32(8)))
+            top = np.uint32(0x7F80) if size == _INFINITY else top
+            top = np.uint32(0x7FC0) if size > _INFINITY else top
+            target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+            low[i, j] = np.int8(rest if size < _INFINITY else np.uint32(0))
+
+
+@compile_function
+def decode_split24(out: Any, tops: Any, low: Any, start: int, stop: int) -> None:
+    """Fill `out` (n, width) float32 from the bits of bfloat16, (n, width) int16, and `low` (n, width) int8."""
+    words, halves = out.view(np.uint32), tops.view(np.uint16)
+    for i in range(start, stop):
+        for j in range(words.shape[1]):
+            half, rest = np.uint32(halves[i, j]), np.int32(low[i, j])
+            size = np.uint32(half & np.uint32(0x7FFF))
+            rest = max(rest, np.int32(0)) if size == np.uint32(0) else rest
+            rest = rest if size < np.uint32(0x7F80) else np.int32(0)
+            words[i, j] = np.uint32(half << np.uint32(16)) + np.uint32(rest << np.int32(8))
+
+
+@compile_function
 def encode_float16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int16 with the bits of float16."""
     row_keys, column_keys, target = rows.view(np.uint32), columns.view(np.uint32), out.view(np.uint16)

@@ -1,5 +1,5 @@
-// Encode float32 rows with stochastic rounding, and decode blocks of 8-bit floats: the bits of encoding/codecs.py and
-// encoding/float8.py. Random bits are made here of the ids of the rows, as encoding/rounding.py makes them.
+// Encode float32 rows with stochastic rounding, and decode blocks of 8-bit floats and rows of 24 bits: the bits of
+// encoding/codecs.py, float8.py and split24.py. Random bits are made here of the ids of the rows, as encoding/rounding.py makes them.
 //
 // A scale belongs to a row or to a block of its columns. One thread takes all of that, 16 bytes at a time where
 // the address allows it. No value depends on whether a product and a sum are rounded once or twice: products are exact.
@@ -9,14 +9,17 @@
 
 namespace {
 
-// Named after dtypes of torch, but kBlocks, whose codes are `codecs.Blocks8`.
-enum Form : long long { kToBFloat16, kToFloat16, kToInt8, kBlocks, kFloat8E4M3, kFloat8E5M2 };
+// Named after dtypes of torch, but kBlocks, whose codes are `codecs.Blocks8`, and kSplit24.
+enum Form : long long { kToBFloat16, kToFloat16, kToInt8, kBlocks, kFloat8E4M3, kFloat8E5M2, kSplit24 };
 
 struct Encoding {
     const float* values;   // (count, width)
     const long long* ids;  // (count,)
     char* codes;           // (count, width), of the form's type
-    float* scales;         // (count, blocks); null where the form has none
+    union {
+        float* scales;     // (count, blocks); null where the form has none
+        signed char* low;  // (count, width), of kSplit24: what is added to the bits of its bfloat16
+    };
     long long count;
     long long width;
     long long blocks;      // of a row; those without a scale are any number
@@ -26,12 +29,15 @@ struct Encoding {
 
 struct Decoding {
     const unsigned char* codes;  // (count, width)
-    const float* scales;         // (count, blocks)
+    union {
+        const float* scales;     // (count, blocks)
+        const signed char* low;  // (count, width), of kSplit24
+    };
     float* values;               // (count, width)
     long long count;
     long long width;
     long long blocks;
-    Form form;                   // one of the last three
+    Form form;                   // of decode_blocks: one of those of 8-bit floats
 };
 
 // The two dtypes of torch: a bit of sign, an exponent, `kDigits` of significand.
@@ -81,6 +87,12 @@ __device__ inline unsigned int to_float16(unsigned int word, unsigned int random
     top = top < 0x7bffu ? top : 0x7bffu;
     top = size == kInfinity ? 0x7c00u : size > kInfinity ? 0x7e00u : top;
     return top | ((word >> 16) & 0x8000u);
+}
+
+// The number of 24 bits that a float32 becomes, without its sign.
+__device__ inline unsigned int to_24_bits(unsigned int size, unsigned int random) {
+    const unsigned int rounded = (size + (random >> 24)) >> 8;
+    return rounded < 0x7f7f7fu ? rounded : 0x7f7f7fu;
 }
 
 // The largest magnitude among some values, and whether one of them is negative.
@@ -206,6 +218,20 @@ __device__ inline void encode_values(const Encoding& given, Cast cast) {
     }
 }
 
+__device__ inline void encode_split24(const Encoding& given) {
+    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
+        const unsigned int key = hashed(given.ids[item / given.width], static_cast<unsigned long long>(given.key));
+        const unsigned int word = as_bits(given.values[item]), size = word & kSize;
+        const unsigned int rounded = to_24_bits(size, random_bits(key, item % given.width));
+        unsigned int top = (rounded + 0x80u) >> 8;
+        // What is added may be negative: the nearest bfloat16 may be the larger one.
+        const unsigned int rest = size < kInfinity ? rounded - (top << 8) : 0;
+        top = size == kInfinity ? 0x7f80u : size > kInfinity ? 0x7fc0u : top;
+        reinterpret_cast<unsigned short*>(given.codes)[item] = static_cast<unsigned short>(top | ((word >> 16) & 0x8000u));
+        given.low[item] = static_cast<signed char>(rest);
+    }
+}
+
 // The sign of a scale tells which codes its block has.
 __device__ inline float block_value(unsigned int code, float scale) {
     const bool negative = scale < 0;
@@ -242,6 +268,7 @@ extern "C" __global__ void encode_rows(const __grid_constant__ Encoding given) {
         case kToInt8: encode_blocks<Int8Scale>(given); break;
         case kBlocks: encode_blocks<BlockScale>(given); break;
         case kFloat8E4M3: encode_blocks<Float8Scale<E4M3>>(given); break;
+        case kSplit24: encode_split24(given); break;
         default: encode_blocks<Float8Scale<E5M2>>(given); break;
     }
 }
@@ -251,5 +278,15 @@ extern "C" __global__ void decode_blocks(const __grid_constant__ Decoding given)
         case kBlocks: decode_values(given, block_value); break;
         case kFloat8E4M3: decode_values(given, float8_value<E4M3>); break;
         default: decode_values(given, float8_value<E5M2>); break;
+    }
+}
+
+extern "C" __global__ void decode_split24(const __grid_constant__ Decoding given) {
+    for (long long item = this_thread(); item < given.count * given.width; item += all_threads()) {
+        const unsigned int top = reinterpret_cast<const unsigned short*>(given.codes)[item], size = top & 0x7fffu;
+        // As in split24.py: beside zeros, infinities and NaN may be what has no meaning.
+        int low = given.low[item];
+        low = size >= 0x7f80u || (size == 0 && low < 0) ? 0 : low;
+        given.values[item] = as_float((top << 16) + (static_cast<unsigned int>(low) << 8));
     }
 }

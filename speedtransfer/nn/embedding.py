@@ -49,10 +49,11 @@ class Embedding(TableModule, nn.Embedding):
         before it is read next. For the optimizers of ``torch.optim`` that are row by row; others raise at their first step.
         "lazy": nothing, as with ``torch.optim.SparseAdam``. "auto": "exact" with those optimizers; with others "lazy" and a
         warning.
-    storage_dtype : torch.dtype, optional
-        The dtype that rows are stored in: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e5m2. Lookups, gradients
-        and steps compute in float32. int8 rows have a float32 scale each, float8 rows one for each block of columns; those of
-        a "mmap" table are kept in memory, so that its file alone is no copy of the rows.
+    storage_dtype : torch.dtype or "split24", optional
+        The dtype that rows are stored in: float32, bfloat16, float16, int8, float8_e4m3fn or float8_e5m2; or "split24", the
+        first 24 bits of float32: the nearest bfloat16, and 8 bits in another plane. Lookups, gradients and steps compute in
+        float32. int8 rows have a float32 scale each, float8 rows one for each block of columns; scales, and the 8 bits of
+        "split24", are not in the file of a "mmap" table, which alone is no copy of the rows.
         A step rounds stochastically, with ``torch.initial_seed()`` as it was when the module was made. Values beyond the range
         of float16 are stored as its largest; if one of the values that share a scale is inf or NaN, all become NaN. A step of
         float8_e4m3fn, which has three bits of significand, is up to an eighth of a value, one of float8_e5m2 up to a quarter.
@@ -158,12 +159,13 @@ class Embedding(TableModule, nn.Embedding):
         """Make an embedding of the rows of a 2-D tensor or of a table.
 
         As in ``torch.nn`` a CPU tensor is used in place if `memory` is pageable, `storage_dtype` is None or its dtype (but not
-        float8), and there are no `cache_rows`; otherwise it is copied.
+        float8 or "split24"), and there are no `cache_rows`; otherwise it is copied.
 
         A :class:`~speedtransfer.Table` is used in place if `memory` is "auto" or its own, without `path`, and `storage_dtype`
-        is None or its dtype; otherwise its rows are copied in chunks, decoded if they have scales. Rows that are read in place
-        from files (``Table.open``) cannot be trained (``freeze=False``), loaded or shortened (`max_norm`): that raises, and a
-        copy (``memory="pageable"``) can. ``load_state_dict`` and ``load_checkpoint`` compare them with what is to be loaded.
+        is None or its form; otherwise its rows are copied in chunks, decoded if they have scales or 24 bits. Rows that are
+        read in place from files (``Table.open``) cannot be trained (``freeze=False``), loaded or shortened (`max_norm`): that
+        raises, and a copy (``memory="pageable"``) can. ``load_state_dict`` and ``load_checkpoint`` compare them with what is
+        to be loaded.
 
         Parameters
         ----------
@@ -171,7 +173,9 @@ class Embedding(TableModule, nn.Embedding):
         freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
             As in ``torch.nn``.
         dtype : torch.dtype, optional
-            What lookups give where rows of a table have scales; float32 by default. ``module.to(dtype)`` changes it.
+            What lookups give where rows of a table have scales or 24 bits; float32 by default. ``module.to(dtype)`` changes
+            it. Of rows of 24 bits that are read in place bfloat16 reads 2 of the 3 bytes: the nearest one, and of two as near
+            the larger in magnitude.
         """
         rows, dim = check_pretrained(embeddings, dtype)
         given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, "dtype": dtype, **options}

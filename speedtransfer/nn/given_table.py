@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from speedtransfer.encoding import SCALE, check_dtypes
+from speedtransfer.encoding import LOW, SCALE, SPLIT24, StorageDtype, check_dtypes, dtype_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.options import DEFAULTS, TableOptions
 from speedtransfer.optim import Handle, Rows, handles_over
@@ -20,7 +20,7 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
     ----------
     table : Table
     dtype : torch.dtype, optional
-        Of lookups. None: float32 for rows with scales, else that of the table.
+        Of lookups. None: float32 for rows with scales or of 24 bits, else that of the table.
     requires_grad : bool
     options : TableOptions
 
@@ -37,10 +37,13 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
             "process_group shares the rows of a new table out, but a table was given; pass a tensor, or leave it out"
         )
     coded = "weight" + SCALE in table.planes
-    source = Rows(table, table.dtype if coded else None)
+    form: StorageDtype | None = SPLIT24 if "weight" + LOW in table.planes else table.dtype if coded else None
+    source = Rows(table, form)
     storage_dtype = options["storage_dtype"]
     place = options["memory"] in ("auto", table.memory) and options["path"] is None
-    if place and (storage_dtype is None or storage_dtype == table.dtype):
+    # Rows in bfloat16 get the other 8 bits as zeros.
+    gets_bits = storage_dtype == SPLIT24 and table.dtype == torch.bfloat16 and table.writable
+    if place and (gets_bits or storage_dtype in (None, form or table.dtype)):
         return _in_place(source, dtype, requires_grad, options)
     computed = torch.float32 if storage_dtype is not None else dtype or source.dtype
     if dtype not in (None, computed):
@@ -50,8 +53,7 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
     check_dtypes(computed, storage_dtype, options["state_dtype"], options["scale_block"])
     about: Any = options
     given = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
-    stored = computed if storage_dtype is None else storage_dtype
-    made = Table(table.num_rows, table.dim, stored, device=table.device, **given)
+    made = Table(table.num_rows, table.dim, dtype_of(storage_dtype or computed), device=table.device, **given)
     rows = Rows(made, storage_dtype, options["state_dtype"], options["scale_block"])
     rows.take("weight", source)
     return Handle(made, requires_grad, options["idle"], rows)
@@ -68,16 +70,14 @@ def _in_place(source: Rows, dtype: torch.dtype | None, requires_grad: bool, opti
     if requires_grad:
         table.check_writable()
     check_dtypes(source.dtype if plain else torch.float32, options["storage_dtype"], options["state_dtype"])
-    form = None if plain else table.dtype
+    form = None if plain else options["storage_dtype"] or source.storage_dtype or table.dtype
     if plain and dtype not in (None, table.dtype):
         raise InvalidTypeError(
             f"dtype is {dtype} but the table holds {table.dtype}; convert what is looked up (emb(ids).to({dtype})), or copy "
             "the rows by memory="
         )
     if not plain and dtype not in (None, torch.float32) and not source.reads_as(dtype):
-        raise InvalidTypeError(
-            f"dtype is {dtype} but rows of {table.dtype} are computed in torch.float32; leave dtype out"
-        )
+        raise InvalidTypeError(f"dtype is {dtype} but rows of {form} are computed in torch.float32; leave dtype out")
     if not table.is_read_only and handles_over(table):
         raise InvalidValueError(
             "the table is that of another module, which would not know what this one does to the rows; share its weight "

@@ -75,7 +75,7 @@ class ModuleState(nn.Module):
         return weight is not None and handle is not None and weight is handle.param_ref()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save all rows under the name that ``torch.nn`` uses: a view of the table, or of int8 and float8 a float32 copy."""
+        """Save all rows under the name that ``torch.nn`` uses: a view of the table, or of codes a float32 copy."""
         if not self._has_rows():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return

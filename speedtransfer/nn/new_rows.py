@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.encoding import check_dtypes
+from speedtransfer.encoding import check_dtypes, dtype_of, value_bytes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Rows
@@ -50,9 +50,8 @@ class NewRows:
 
     @property
     def stored(self) -> torch.dtype:
-        """What rows are stored as."""
-        storage_dtype = self.options["storage_dtype"]
-        return self.dtype if storage_dtype is None else storage_dtype
+        """The dtype of the plane of the rows."""
+        return dtype_of(self.options["storage_dtype"] or self.dtype)
 
     # --- checks -----------------------------------------------------------------------------------------------------------
 
@@ -177,7 +176,9 @@ class NewRows:
         if limit is None:
             return num_rows, None
         limit = f"{physical_bytes() or 1 << 40} B" if limit == math.inf else limit
-        return num_rows, most_rows(limit, num_rows, reserved, self.shape[1] * self.stored.itemsize)
+        return num_rows, most_rows(
+            limit, num_rows, reserved, self.shape[1] * value_bytes(self.options["storage_dtype"] or self.dtype)
+        )
 
     def _capacity(self, vocabulary: Vocabulary) -> int:
         """Return the number of ids to have rows for at first; raise if there are more than that, or than there may be."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
+from speedtransfer.encoding import SPLIT24
 from speedtransfer.errors import InvalidValueError, ProcessGroupError
 from speedtransfer.nn.given_table import handle_of_table
 from speedtransfer.nn.new_rows import NewRows
@@ -73,8 +74,8 @@ def make_handle(
     if exchange is not None:
         return _made_in_all(new, exchange, requires_grad)
     new.check()
-    # Codes of float8 would change their meaning with their scales.
-    in_place = weight is not None and weight.dtype == new.stored and storage_dtype not in FLOAT8_DTYPES
+    # Codes of float8 would change their meaning with their scales, and bfloat16 with 8 bits more beside it is another number.
+    in_place = weight is not None and weight.dtype == new.stored and storage_dtype not in (*FLOAT8_DTYPES, SPLIT24)
     in_place = in_place and options["vocabulary"] is None
     rows = new.over(weight) if weight is not None and in_place else new.make()
     handle = Handle(rows.table, requires_grad, options["idle"], rows)

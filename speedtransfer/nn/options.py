@@ -28,7 +28,7 @@ class TableOptions(TypedDict, total=False):
     memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
     path: str | os.PathLike[str] | None
     idle: Literal["auto", "exact", "lazy"]
-    storage_dtype: torch.dtype | None
+    storage_dtype: torch.dtype | Literal["split24"] | None
     state_dtype: torch.dtype | None
     scale_block: int | None
     layout: Literal["planes", "rows"]

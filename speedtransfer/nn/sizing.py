@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedtransfer.encoding import SCALE
+from speedtransfer.encoding import LOW, SCALE, StorageDtype
 from speedtransfer.errors import InvalidValueError, OptimizerError, check_size
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.optim.probe import STEPS
@@ -22,6 +22,8 @@ from speedtransfer.rows import LAST_STEP
 
 # Rows that are made to find out, and those of them that each step touches.
 _ROWS, _TOUCHED = 8, 4
+# The planes whose bytes are those of the values of rows.
+OF_WEIGHTS = ("weight", "weight" + LOW)
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -32,7 +34,7 @@ class PlaneSize(NamedTuple):
     Attributes
     ----------
     name : str
-        "weight", "weight.scale", "exp_avg", ..., "idle.last_step".
+        "weight", "weight.scale" or "weight.low", "exp_avg", ..., "idle.last_step".
     dtype : torch.dtype
     row_bytes : int
     """
@@ -71,7 +73,7 @@ class TableSize:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are stored, without scales."""
-        return self._bytes_of(lambda name: name == "weight")
+        return self._bytes_of(OF_WEIGHTS.__contains__)
 
     @property
     def scale_bytes(self) -> int:
@@ -125,7 +127,7 @@ def table_size(
     optimizer: MakeOptimizer | None = torch.optim.AdamW,
     *,
     dtype: torch.dtype = torch.float32,
-    storage_dtype: torch.dtype | None = None,
+    storage_dtype: StorageDtype | None = None,
     state_dtype: torch.dtype | None = None,
     scale_block: int | None = None,
     idle: str = "auto",
@@ -143,7 +145,8 @@ def table_size(
         table is frozen, and there is no state.
     dtype : torch.dtype
         That rows are computed in.
-    storage_dtype, state_dtype : torch.dtype, optional
+    storage_dtype : torch.dtype or "split24", optional
+    state_dtype : torch.dtype, optional
         The forms that rows and state are stored in.
     scale_block : int, optional
         Columns that share a scale of float8 rows.

@@ -133,7 +133,8 @@ class TableModule(VocabularyModule, ModuleState):
 
     @property
     def table(self) -> Table:
-        """The table with all rows as they are stored: int8 and float8 rows as codes, in plane "weight", and their scales.
+        """The table with all rows as they are stored: int8 and float8 rows as codes, in plane "weight", and their scales; of
+        rows of 24 bits the nearest bfloat16, and the other bits in plane "weight.low".
 
         With `process_group` a :class:`~speedtransfer.nn.ShardedTable`.
         """
@@ -230,7 +231,7 @@ class TableModule(VocabularyModule, ModuleState):
             return text
         memory, rows = f"memory={self.table.memory!r}", self._handle.rows
         for name in ("storage_dtype", "state_dtype", "scale_block"):
-            memory += f", {name}={getattr(rows, name)}" if getattr(rows, name) is not None else ""
+            memory += f", {name}={getattr(rows, name)!r}" if getattr(rows, name) is not None else ""
         memory += f", layout={self.table.layout!r}" if self.table.layout != "planes" else ""
         memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""
         if self.vocabulary is not None:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from speedtransfer.encoding import StorageDtype
 from speedtransfer.errors import InvalidTypeError, format_bytes
 from speedtransfer.idle import has_rule
 from speedtransfer.nn.export import is_table
@@ -31,8 +31,8 @@ class TableSummary:
         The modules that use it, as in ``model.named_modules()``.
     rows, dim : int
         Its shape.
-    dtype : torch.dtype
-        The dtype that the weights are stored in.
+    dtype : torch.dtype or "split24"
+        What the weights are stored in.
     idle : str
         What happens to rows that a step does not touch, "exact" or "lazy"; "auto" until the first step tells which.
     memory : str
@@ -51,7 +51,7 @@ class TableSummary:
     names: tuple[str, ...]
     rows: int
     dim: int
-    dtype: torch.dtype
+    dtype: StorageDtype
     idle: str
     memory: str
     planes: tuple[str, ...]
@@ -136,7 +136,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
             names=tuple(names[handle]),
             rows=handle.num_rows,
             dim=(table := handle.table).dim,
-            dtype=table.dtype,
+            dtype=handle.rows.stored,
             idle=_idle(handle, modules[handle].idle),
             memory=_memory(handle),
             planes=table.planes,

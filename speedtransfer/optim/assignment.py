@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
@@ -68,7 +69,7 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
         return
     handle.views.detach_aliases()
     if resized or retyped:
-        dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
+        dtype = dtype_of(rows.storage_dtype or values.dtype)
         options: Any = {"memory": table.memory, "layout": table.layout, "max_rows": table.max_rows}
         made = Table(len(values), table.dim, dtype, device=table.device, **options)
         made._start_cache(table._options_of_cache(len(values)))

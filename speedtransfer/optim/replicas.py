@@ -215,7 +215,7 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
             "would shorten rows of its own; make it with process_group=..., or without max_norm"
         )
     about = ", ".join(
-        f"{_name_of_module(name)}: {handle.num_rows} x {handle.table.dim} {handle.table.dtype} idle={handle.idle}"
+        f"{_name_of_module(name)}: {handle.num_rows} x {handle.table.dim} {handle.rows.stored} idle={handle.idle}"
         for name, handle in whole.items()
     )
     exchange.agree_on_error("makes replicas", error, about)

@@ -15,7 +15,7 @@ import typer
 from speedtransfer.errors import InvalidValueError, check_choice, check_number, check_png, check_size
 
 # For the help, which is shown without torch.
-STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
+STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "split24"
 STATE_NAMES = "float32", "bfloat16", "uint8"
 MEASURE_NAMES = "time", "bandwidth", "device-price", "machine-price", "hour"
 COMM_NAMES = "float32", "bfloat16", "int8"

@@ -178,7 +178,7 @@ def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) 
     options = ['process_group="world"'] * shared + [f"memory={memory!r}"]
     # A table that is not trained has no state.
     given = form.arguments if workload.trainer.make is not None else {**form.arguments, "state_dtype": None}
-    options += [f"{name}={value}" for name, value in given.items() if value is not None]
+    options += [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if workload.idle != "auto":
         options.append(f"idle={workload.idle!r}")
     lines: list[str] = []

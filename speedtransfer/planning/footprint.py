@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
+from speedtransfer.encoding import SPLIT24, STATE_DTYPES, STORAGE_DTYPES, value_bytes
 from speedtransfer.errors import check_choice, check_size, format_bytes
-from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
+from speedtransfer.nn.sizing import OF_WEIGHTS, MakeOptimizer, TableSize, table_size
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload, dtype_name
 
@@ -37,8 +38,8 @@ class Form(NamedTuple):
 
     @property
     def level(self) -> int:
-        """0: nothing is rounded; 1: rows in 16 bits, or state in fewer than 32; 2: rows in 8 bits."""
-        if STORAGE[self.storage].itemsize == 1:
+        """0: nothing is rounded; 1: rows in 16 or 24 bits, or state in fewer than 32; 2: rows in 8 bits."""
+        if value_bytes(STORAGE[self.storage]) == 1:
             return 2
         return int(self.storage != FLOAT32 or self.state != FLOAT32)
 
@@ -58,6 +59,7 @@ _TRAINED: tuple[Form, ...] = (
     Form(),
     Form(state="uint8"),
     Form("bfloat16", "bfloat16"),
+    Form(SPLIT24, "uint8"),
     Form("bfloat16", "uint8"),
     Form("int8", "uint8"),
     Form("float8_e4m3fn", "uint8"),
@@ -77,7 +79,7 @@ def forms_for(workload: Workload, storage: Any, state: Any, scale_block: int | N
     return [form._replace(scale_block=scale_block) if form.storage.startswith("float8") else form for form in kept]
 
 
-def _checked(label: str, dtype: Any, choices: dict[str, torch.dtype]) -> str:
+def _checked(label: str, dtype: Any, choices: Collection[str]) -> str:
     name = dtype_name(dtype) if dtype is None or isinstance(dtype, torch.dtype) else dtype
     return str(check_choice(name, label, choices))
 
@@ -219,7 +221,9 @@ def moved(workload: Workload, form: Form) -> Moved:
     """Return the bytes that a step reads from a table and writes to it, of the distinct rows that it looks up."""
     tables = [(size_of(workload, table, form), min(table.unique, table.rows)) for table in workload.tables]
     steps = [size.step(unique) for size, unique in tables]
-    weight = sum(unique * plane.row_bytes for size, unique in tables for plane in size.planes if plane.name == "weight")
+    weight = sum(
+        unique * plane.row_bytes for size, unique in tables for plane in size.planes if plane.name in OF_WEIGHTS
+    )
     return Moved(sum(step.up for step in steps), sum(step.down for step in steps), weight)
 
 

@@ -179,6 +179,6 @@ def _of_model(model: nn.Module) -> tuple[list[Load], int]:
     return list(found.values()), sum(param.numel() * param.element_size() for param in others)
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return a dtype without its package; "float32" for None, as values are stored without a codec."""
+def dtype_name(dtype: torch.dtype | str | None) -> str:
+    """Return a dtype without its package, or what stands for one; "float32" for None, as values are stored without a codec."""
     return str(torch.float32 if dtype is None else dtype).removeprefix("torch.")

@@ -10,7 +10,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from speedtransfer.encoding import SCALE
+from speedtransfer.encoding import LOW, SCALE
 from speedtransfer.engines import Engine
 from speedtransfer.errors import StorageError
 from speedtransfer.tables import files, page_advice, spans
@@ -19,8 +19,8 @@ from speedtransfer.tables.parts import Parts, PartsEngine
 from speedtransfer.tables.sources import Source
 from speedtransfer.untrusted import open_file
 
-# The plane of the scales of float8 rows.
-SCALES = "weight" + SCALE
+# The planes of the scales of float8 rows, and of the last 8 bits of rows of 24.
+SCALES, LOW_BITS = "weight" + SCALE, "weight" + LOW
 
 
 class OpenedMemory(Memory):

@@ -14,7 +14,7 @@ from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, SCALE_DTYPES, TABL
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
-from speedtransfer.tables.opened_files import SCALES, OpenedMemory
+from speedtransfer.tables.opened_files import LOW_BITS, SCALES, OpenedMemory
 from speedtransfer.tables.planes import CacheRows, Device, DType, PathLike, Planes, Writable
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.shared_caches import check_not_shared, check_writable
@@ -111,8 +111,8 @@ def open_sources(
     target = resolve_device(device)
     if not writable:
         return opened(kind, OpenedMemory(target, sources))._start_cache(cache)
-    if len(weights) > 1 or SCALES in sources:
-        what = f"{len(weights)} tensors" if len(weights) > 1 else "scales"
+    if len(weights) > 1 or len(sources) > 1:
+        what = f"{len(weights)} tensors" if len(weights) > 1 else "scales" if SCALES in sources else "24 bits"
         raise InvalidValueError(
             f"writable is {writable!r} but rows in {what} are only read; copy them into one file first: "
             "Table.open(parts).save(path)"
@@ -133,10 +133,18 @@ def opened(kind: type[Opened], place: OpenedMemory) -> Opened:
 
 
 def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:
-    """Return the tensor of a table in a file, and the scales that `Table.save` writes beside float8 rows, by plane."""
+    """Return the tensor of a table in a file, and what `Table.save` writes beside float8 rows or rows of 24 bits, by plane."""
     header = files.open_header(path)
     weight = Source(path, key, *files.find_tensor(path, header, key))
     _check_alike([weight])
+    low = f"{key or 'weight'}{LOW_BITS.removeprefix('weight')}"
+    if weight.dtype == torch.bfloat16 and low in header.tensors:
+        bits = Source(path, low, *files.find_tensor(path, header, low, (torch.int8,)))
+        if bits.shape != weight.shape:
+            raise InvalidValueError(
+                f"{bits} has shape {bits.shape} but the rows that it belongs to {weight.shape}; save the table again"
+            )
+        return {"weight": [weight], LOW_BITS: [bits]}
     beside = f"{key or 'weight'}{SCALES.removeprefix('weight')}"
     if weight.dtype not in FLOAT8_DTYPES or beside not in header.tensors:
         return {"weight": [weight]}

@@ -19,7 +19,7 @@ from speedtransfer.tables.chunks import plane_chunks, row_chunks
 from speedtransfer.tables.growing import check_max_rows
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
-from speedtransfer.tables.opened_files import SCALES
+from speedtransfer.tables.opened_files import LOW_BITS, SCALES
 from speedtransfer.tables.opening import SCALE_BLOCK, open_sources, saved_planes
 from speedtransfer.tables.planes import CacheRows, Device, MemoryName, PathLike, Planes, Writable, check_dtype
 from speedtransfer.tables.records import Layout, check_layout
@@ -37,7 +37,8 @@ class Saving(Planes):
         """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
 
         float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again; where blocks
-        of columns are not all as wide that raises `InvalidValueError`.
+        of columns are not all as wide that raises `InvalidValueError`. Rows of 24 bits are written with the last 8
+        ("weight.low"), which `load` finds again; `open` and other programs read the bfloat16 alone.
         """
         path = check_path(path)
         for own in [*self._place.files, self.path]:
@@ -67,6 +68,10 @@ class Saving(Planes):
             tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
             # Columns that share a scale: their number does not follow from that of the scales.
             metadata = {SCALE_BLOCK: str(-(-self.dim // max(scales.shape[1], 1)))}
+        if LOW_BITS in self.planes:
+            low = self.stored(LOW_BITS)
+            chunks = (self.chunk(LOW_BITS, part).cpu() for part in row_chunks(self.num_rows, self.dim))
+            tensors.append((LOW_BITS, low.dtype, tuple(low.shape), chunks))
         files.write(path, tensors, metadata, grows=self.max_rows is not None)
 
     @classmethod
@@ -160,9 +165,10 @@ class Saving(Planes):
             }
             table = cls.from_array(values, memory, device=device, **options)
             found = saved_planes(path, key)
-            if SCALES in found:
-                scales = open_sources(cls, found, False, "cpu", None, None).plane(SCALES)
-                table.add_plane(SCALES, scales.shape[1], scales.dtype, scales)
+            for name in (SCALES, LOW_BITS):
+                if name in found:
+                    beside = open_sources(cls, found, False, "cpu", None, None).plane(name)
+                    table.add_plane(name, beside.shape[1], beside.dtype, beside)
             return table
         check_layout(layout)
         found = saved_planes(path, key)

@@ -19,6 +19,7 @@ from speedtransfer.tables import stats
 from speedtransfer.tables.growing import Growing
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.opened_files import LOW_BITS
 from speedtransfer.tables.opening import Opening
 from speedtransfer.tables.padded import padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
@@ -252,7 +253,8 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
         index : tensor, ndarray, list or int
             Row numbers, none twice.
         rows : tensor, array, or dict of str to these
-            ``(*index.shape, width)`` of the plane's dtype on `device`; a dict writes several planes in one call.
+            ``(*index.shape, width)`` of the plane's dtype on `device`; a dict writes several planes in one call. Where rows
+            have 24 bits, those beside the bfloat16 ("weight.low") become zero unless they are written too.
         convert : bool
             Take rows of another one of float32, float16 and bfloat16 than the plane's, and round them to the nearest.
         check : bool
@@ -280,7 +282,11 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
             read_ahead_of_rows(stored, flat)
         else:
             values = [value.detach() for value in by_plane.values()]
-        self.write(index, dict(zip(by_plane, values, strict=True)), unsorted=True)
+        written = dict(zip(by_plane, values, strict=True))
+        if LOW_BITS in self._planes and "weight" in written and LOW_BITS not in written:
+            # Rows of 24 bits become these bfloat16 ones.
+            written[LOW_BITS] = torch.zeros_like(written["weight"], dtype=torch.int8)
+        self.write(index, written, unsorted=True)
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))

@@ -15,7 +15,7 @@ from speedtransfer.dtypes import INTEGER_OF_SIZE, NUMPY_OF_TORCH
 from speedtransfer.engines import engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.tables.chunks import check_floating, fill_plane, plane_chunks
-from speedtransfer.tables.opened_files import OpenedMemory
+from speedtransfer.tables.opened_files import LOW_BITS, OpenedMemory
 from speedtransfer.tables.opening import opened
 from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
 
@@ -98,6 +98,8 @@ class WholePlanes(Planes):
         weight = self.plane("weight")
         fill_plane(weight, function)
         wait_until_filled(weight)
+        if LOW_BITS in self.planes:
+            wait_until_filled(self.plane(LOW_BITS).zero_())
         self._writes += 1
         return self
 

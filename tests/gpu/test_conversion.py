@@ -15,6 +15,7 @@ from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.encoding.rounding import Keys, write_key
+from speedtransfer.encoding.split24 import Split24
 
 PAIRS = [
     pytest.param(*pair, id="-".join(str(dtype).removeprefix("torch.") for dtype in pair))
@@ -73,6 +74,7 @@ def test_hard_values(device, tmp_path, memory, name, stored, dense):
 # --- small forms: the bits of the CPU -----------------------------------------------------------------------------------
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
+CODECS += [Split24(100), Split24(131)]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 CODECS += [BlocksFloat8(width, dtype, blocks) for dtype in FLOAT8 for width, blocks in ((100, 1), (96, 3), (131, 2))]
 CODECS += [BlocksFloat8(96, dtype, 3, scale) for dtype in FLOAT8 for scale in SCALE_DTYPES[1:]]

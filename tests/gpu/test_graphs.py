@@ -190,6 +190,7 @@ class TestReplays:
             {"memory": "device"},
             {"storage_dtype": torch.int8},
             {"storage_dtype": torch.float8_e4m3fn},
+            {"storage_dtype": "split24"},
             {"idle": "exact"},
         ],
     )

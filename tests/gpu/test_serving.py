@@ -28,7 +28,9 @@ def frozen(device, **options):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("options", [{}, {"storage_dtype": torch.int8}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"storage_dtype": torch.int8}, {"storage_dtype": "split24"}, {"dtype": torch.bfloat16}], ids=str
+)
 def test_the_rows_of_the_ids(device, memory, mode, options):
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)

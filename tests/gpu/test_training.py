@@ -47,7 +47,7 @@ class Case(NamedTuple):
     memories: tuple[str, ...] = tuple(MEMORIES)
 
 
-def stored(dtype: torch.dtype, **options: Any) -> Case:
+def stored(dtype: Any, **options: Any) -> Case:
     return Case({"idle": "lazy", "storage_dtype": dtype, "state_dtype": torch.uint8, **options}, apart=None)
 
 
@@ -71,6 +71,8 @@ CASES |= {
     "int8": stored(torch.int8),
     "bfloat16": stored(torch.bfloat16),
     "float8": stored(torch.float8_e4m3fn, scale_block=4),
+    "split24": stored("split24"),
+    "split24, exact": stored("split24", idle="exact"),
     "int8 in a cache": stored(torch.int8, cache_rows=9)._replace(memories=HOST),
     "bags": Case({"mode": "sum", "padding_idx": 3}, kind=st.EmbeddingBag),
     "bags of means": Case({"mode": "mean", "idle": "lazy"}, "sgd-momentum", st.EmbeddingBag),

@@ -44,6 +44,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "exact": {"idle": "exact"},
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
     "float8": {"idle": "lazy", "storage_dtype": torch.float8_e4m3fn, "scale_block": 5},
+    "split24": {"idle": "lazy", "storage_dtype": "split24"},
     "max_norm": {"idle": "lazy", "max_norm": 1.0},
     "padding": {"idle": "exact", "padding_idx": 3},
 }

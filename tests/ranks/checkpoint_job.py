@@ -51,6 +51,9 @@ SMALL = Setup(
 FLOAT8 = Setup(
     dtype=torch.float32, options=(("idle", "lazy"), ("storage_dtype", torch.float8_e4m3fn), ("scale_block", 3))
 )
+SPLIT24 = Setup(
+    dtype=torch.float32, options=(("idle", "exact"), ("storage_dtype", "split24"), ("state_dtype", torch.uint8))
+)
 
 
 class Net(nn.Module):

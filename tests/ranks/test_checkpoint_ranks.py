@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup
+from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net, Setup
 from ranks.pair import DIM, Pair, told
 from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
 
@@ -33,6 +33,7 @@ SETUPS = {
     "exact": EXACT,
     "int8": SMALL,
     "float8": FLOAT8,
+    "split24": SPLIT24,
     "few": dataclasses.replace(EXACT, rows=1),
     "layout": with_options(layout="rows"),
     "cache": with_options(cache_rows=20),
@@ -49,6 +50,8 @@ int8 sharded 3 > int8 sharded 2 in a store
 exact shared 2 > exact sharded 3
 int8 sharded 2 > int8 shared 2
 float8 shared 2 > float8 shared 3
+split24 sharded 2 > split24 sharded 3
+split24 shared 2 > split24 one 0
 exact shared 2 > exact shared 2
 exact sharded 2 > exact one 0
 exact one 0 > exact sharded 2
@@ -64,6 +67,7 @@ adagrad sharded 2 > adagrad sharded 3
 int8 mixed 2 > int8 mixed 3
 float8 sharded 2 > float8 sharded 3
 int8 sharded 2 > int8 one 0
+split24 one 0 > split24 sharded 2
 float8 one 0 > float8 sharded 2
 exact sharded 2 > layout sharded 3
 sgd sharded 2 > sgd sharded 3

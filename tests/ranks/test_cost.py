@@ -63,6 +63,7 @@ CASES = {
     "rows and gradients in bfloat16": Tables(24, storage_dtype=torch.bfloat16, comm_dtype=torch.bfloat16),
     "rows in int8, state in blocks": Tables(130, storage_dtype=torch.int8, state_dtype=torch.uint8),
     "rows in float8, scales for 32 columns": Tables(130, storage_dtype=torch.float8_e5m2, scale_block=32),
+    "rows in 24 bits": Tables(40, storage_dtype="split24"),
     "gradients in int8": Tables(32, comm_dtype=torch.int8),
     "two tables": Tables(16, count=2),
     "seven tables: a second message": Tables(4, count=7),

@@ -138,6 +138,7 @@ FORMS = {
     "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
     "float8_e5m2": {"storage_dtype": torch.float8_e5m2, "state_dtype": torch.bfloat16},
     "float16": {"storage_dtype": torch.float16},
+    "split24": {"storage_dtype": "split24", "state_dtype": torch.uint8},
     "state bfloat16": {"state_dtype": torch.bfloat16},
     "both": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
 }

@@ -7,3 +7,4 @@
 
 KERNEL(encode_rows)
 KERNEL(decode_blocks)
+KERNEL(decode_split24)
