@@ -29,6 +29,8 @@ class Owners:
     has_whole: ClassVar[bool] = True
     # Whether ``weight.grad`` may read as a sparse tensor.
     shows_sparse: ClassVar[bool] = True
+    # Whether what several processes have for a row is added adaptively (`sharded.added_adaptively`), and not averaged.
+    is_adaptive = False
     # Which rows are whose; None: none is another's.
     partition: Partition | None = None
     exchange: Exchange

@@ -46,8 +46,6 @@ class Sharded(Owners):
     is_alone = has_whole = shows_sparse = False
     # Whether rows have in each process the numbers that they have in the whole table.
     is_shared: ClassVar[bool] = False
-    # Whether gradients of a row are added adaptively (`added_adaptively`), and not averaged; the same in all processes.
-    is_adaptive = False
     lookups_kind: ClassVar[type[ShardLookups]] = ShardLookups
     partition: Partition
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.optim import Sharded
 from speedtransfer.ranks import Exchange, exchange_of
 from speedtransfer.tables import row_chunks
 from speedtransfer.untrusted import storage_error
@@ -89,10 +88,8 @@ class Word2Vec(nn.Module):
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),
         )  # fmt: skip
-        owners = table._handle.owners
-        if isinstance(owners, Sharded):
-            # How far each process would move a row, having trained it on a block of its own, is no gradient to be averaged.
-            owners.is_adaptive = True
+        # How far several processes would move a row, each having trained it on a block of its own, is no gradient to average.
+        table._handle.owners.is_adaptive = True
         return table
 
     def discard(self) -> None:
