@@ -96,11 +96,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
 
 
 def given_for_delta(
-    processes: Processes,
-    path: PathLike,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    objects: dict[str, Any],
+    processes: Processes, path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
 ) -> tuple[Path, dict[str, Optimizer], dict[str, Any], dict[str, MarkedTable]]:
     """Return the path of a delta, the optimizers and other objects by name, and the tables; raise where one is wrong."""
     with processes.together():

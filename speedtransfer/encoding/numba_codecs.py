@@ -26,6 +26,14 @@ def _random(row: Any, column: Any) -> Any:
     return np.uint32(word * np.uint32(0x846CA68B))
 
 
+@njit(inline="always")
+def _as_bfloat16(top: Any, size: Any, word: Any) -> Any:
+    """Return `top`, the bits of a bfloat16, with the sign of `word`; infinity or NaN where its magnitude `size` is."""
+    top = np.uint32(0x7F80) if size == _INFINITY else top
+    top = np.uint32(0x7FC0) if size > _INFINITY else top
+    return np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+
+
 @compile_function
 def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, stop: int) -> None:
     """Fill `out` (n, width) int16 with the bits of bfloat16."""
@@ -36,10 +44,7 @@ def encode_bfloat16(values: Any, rows: Any, columns: Any, out: Any, start: int, 
             word, bits = words[i, j], _random(row_keys[i], column_keys[j])
             size = np.uint32(word & np.uint32(0x7FFFFFFF))
             top = np.uint32((size + (bits >> np.uint32(16))) >> np.uint32(16))
-            top = min(top, _BFLOAT16_LARGEST)
-            top = np.uint32(0x7F80) if size == _INFINITY else top
-            top = np.uint32(0x7FC0) if size > _INFINITY else top
-            target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+            target[i, j] = _as_bfloat16(min(top, _BFLOAT16_LARGEST), size, word)
 
 
 @compile_function
@@ -55,9 +60,7 @@ def encode_split24(values: Any, rows: Any, columns: Any, out: Any, low: Any, sta
             rounded = min(rounded, np.uint32(0x7F7F7F))
             top = np.uint32((rounded + np.uint32(0x80)) >> np.uint32(8))
             rest = np.uint32(rounded - (top << np.uint32(8)))
-            top = np.uint32(0x7F80) if size == _INFINITY else top
-            top = np.uint32(0x7FC0) if size > _INFINITY else top
-            target[i, j] = np.uint16(top | ((word >> np.uint32(16)) & np.uint32(0x8000)))
+            target[i, j] = _as_bfloat16(top, size, word)
             low[i, j] = np.int8(rest if size < _INFINITY else np.uint32(0))
 
 

@@ -344,5 +344,7 @@ def added_adaptively(first: Tensor, second: Tensor) -> Tensor:
     would have learnt after the first had moved the row is no longer what it has learnt beside it.
     """
     product = (first * second).sum(1, keepdim=True)
-    shares = (1 - product / (2 * each.square().sum(1, keepdim=True)).clamp_min(1e-30) for each in (first, second))
-    return sum(share * each for share, each in zip(shares, (first, second), strict=True))  # type: ignore[return-value]
+    parts = [
+        each * (1 - product / (2 * each.square().sum(1, keepdim=True)).clamp_min(1e-30)) for each in (first, second)
+    ]
+    return parts[0] + parts[1]
