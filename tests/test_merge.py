@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from copy import deepcopy
@@ -319,9 +320,12 @@ def test_every_byte_of_a_delta_counts(saved: Path) -> None:
     path, copy = saved / "1.safetensors", World("adamw lazy")
     copy.load(saved / "full0")
     raw, before = path.read_bytes(), copy.digest()
-    for at in range(0, len(raw), 1 + len(raw) // 60):
+    # Another digit in the shape of a tensor without values leaves all bytes that are read as they are.
+    empty = [(at.start(1), 0) for at in re.finditer(rb'"shape": \[(\d+), 0\]', raw)]
+    assert empty
+    for at, bit in [*((at, at % 8) for at in range(0, len(raw), 1 + len(raw) // 60)), *empty]:
         changed = bytearray(raw)
-        changed[at] ^= 1 << at % 8
+        changed[at] ^= 1 << bit
         path.write_bytes(changed)
         calls = (lambda: copy.apply(path, None), lambda: st.merge(saved / "full0", path, saved / "out"))
         for call in calls:

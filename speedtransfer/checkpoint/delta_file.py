@@ -24,7 +24,7 @@ from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.tables import files
 from speedtransfer.untrusted import parse_json
 
-FORMAT, VERSION = "speedtransfer.delta", "4"
+FORMAT, VERSION = "speedtransfer.delta", "5"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
 # What a vocabulary has that is of its rows in one table alone.
@@ -187,8 +187,8 @@ class Delta:
 
     def _column(self, header: files.Header, name: str) -> Tensor:
         found = self._mapped(header, name)
-        if found.dtype != torch.int64:
-            raise ValueError(f"{name} is {found.dtype}")
+        if found.dtype != torch.int64 or found.shape[1:] != (1,):
+            raise ValueError(f"{name} is {found.dtype} of {list(found.shape)}")
         return found.reshape(-1)
 
     def _mapped(self, header: files.Header, name: str) -> Tensor:
@@ -223,11 +223,12 @@ def checksum(text: str) -> str:
 
 
 def digest(values: Tensor) -> str:
-    """Return the SHA-256 of the bytes of a tensor."""
-    # Empty ones may have strides that no view takes.
-    flat = values.detach().cpu().contiguous().reshape(-1) if values.numel() else torch.empty(0, dtype=torch.uint8)
-    data: Any = flat.view(torch.uint8).numpy().data
-    return hashlib.sha256(data).hexdigest()
+    """Return the SHA-256 of the dtype, the shape and the bytes of a tensor."""
+    found = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
+    if values.numel():  # empty ones may have strides that no view takes
+        data: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        found.update(data)
+    return found.hexdigest()
 
 
 def wide(values: Tensor) -> Tensor:
