@@ -26,6 +26,12 @@ import torch
 Factor = tuple[str, Any]
 
 
+def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """Return the cases of a `parametrize`, tuples of several names: those that are not among `kept` are slow."""
+    some = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
+    return [pytest.param(*values, marks=() if case in kept else pytest.mark.slow) for case, values in some]
+
+
 def mark_the_rest_as_slow(items: Iterable[pytest.Item]) -> None:
     """Mark as slow the cases of swept tests that add nothing to what the others cover."""
     sweeps = collections.defaultdict(dict)

@@ -17,6 +17,7 @@ import torch
 from cases import take_step
 from in_child import run_child
 from safetensors.torch import load_file
+from sweeps import few
 from test_deltas import FORMS, Net, contents, optimizer, step
 
 import speedtransfer as st
@@ -57,7 +58,7 @@ def when_read(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     monkeypatch.setattr(snapshots, "np", SimpleNamespace(**vars(np) | {"array": array}))
 
 
-@pytest.mark.parametrize("form", MORE_FORMS)
+@pytest.mark.parametrize("form", few(MORE_FORMS, "lazy", "exact", "cache", "file", "state in 8 bits"))
 def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt = trained(form, tmp_path, "background")
     stopped, never = trained(form, tmp_path, "stopped"), trained(form, tmp_path, "never")

@@ -262,6 +262,7 @@ def likes(tmp_path):
     return made
 
 
+@pytest.mark.slow
 def test_exact_is_dense_and_lazy_is_not(suites, likes):
     idle = suites["idle"].module
     (group,) = idle.groups(CPU, True, data=str(likes), points=7)

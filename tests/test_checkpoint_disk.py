@@ -17,6 +17,7 @@ from checkpoint_cases import Run, seed_all
 from forked import run_script
 from in_child import skip_where_torch_refuses
 from optimizer_cases import case_named
+from sweeps import few
 from torch import nn
 
 import speedtransfer as st
@@ -308,7 +309,7 @@ print("killed", killed)
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("moments", [2, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", few([1, 80], 1))
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     result = run_script(SCRIPT, str(tmp_path), str(moments), timeout=900)
     skip_where_torch_refuses(result.stderr)

@@ -15,6 +15,7 @@ from in_child import kill_at_line, run_child
 from interrupt import Interrupt
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sweeps import few
 from torch import nn
 from typer.testing import CliRunner
 
@@ -408,7 +409,7 @@ def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("every", [35, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", few([97, 1], 97))
 def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) -> None:
     _, paths = chain(tmp_path)
     wanted, counted = Net(idle="lazy"), Interrupt()
@@ -426,7 +427,7 @@ def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) 
             st.apply_delta(paths[0], copy)
         assert contents(copy) == contents(wanted)
     assert torn
-    assert tried > 50
+    assert tried > 1500 / every
 
 
 def test_killed_as_it_saves(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[
 
 CASES = [(of, name) for of, act in ACTS.items() for name in act.kinds]
 # About as many points of each.
-SOME = 3
+SOME = 2
 FEW = [case for case in CASES if ACTS[case[0]].tables == 2]
 FEW += [
     ("weight.detach", "exact"),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from refusals import check_refused, refusals
+from sweeps import few
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -246,18 +247,25 @@ def test_counts_and_the_rows_that_matter():
 
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(
-    "name", ["bag", *(pytest.param(name, marks=pytest.mark.slow) for name in ("embedding", "batch"))]
-)
+@pytest.mark.parametrize("name", few(["bag", "embedding", "batch"], "bag"))
 def test_compiled(name):
     torch.compiler.reset()
     memory = made(name)
     plain = copy.deepcopy(memory)
     run = torch.compile(memory, backend="aot_eager", fullgraph=True)
     assert_close(train(memory, ADAMW, call=run), train(plain, ADAMW))
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bag", "embedding", "batch"])
+def test_compiled_with_a_mask(name):
+    """What it leaves is known only when it runs."""
+    torch.compiler.reset()
+    memory = made(name)
+    plain = copy.deepcopy(memory)
     for each in (memory, plain):
         each.train_rows(range(30))
-    # What the mask leaves is known only when it runs.
     run = torch.compile(memory, backend="aot_eager")
     assert_close(train(memory, call=run), train(plain))
     with memory.counting() as use:
@@ -315,10 +323,10 @@ def in_two(options: dict[str, Any], rows: Any) -> None:
     torch.testing.assert_close(memory(hidden(5)), one(hidden(5)), **CLOSE)
 
 
+@pytest.mark.parametrize("rows", few([None, range(20)], None), ids=["all", "masked"])
 @pytest.mark.parametrize("options", [{}, {"memory": "auto"}, {"memory": "shared"}], ids=["DDP", "shared out", "shared"])
-def test_in_two_processes(two, options):
-    for rows in (None, range(20)):
-        two(in_two, options, rows)
+def test_in_two_processes(two, options, rows):
+    two(in_two, options, rows)
 
 
 WRONG = """

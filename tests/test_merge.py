@@ -15,6 +15,7 @@ import torch
 from checkpoint_cases import digest
 from in_child import kill_at_line, run_child
 from interrupt import Interrupt
+from sweeps import few
 from torch import nn
 
 import speedtransfer as st
@@ -395,13 +396,10 @@ def test_killed_as_it_merges(step: int, saved: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("name", "every"),
-    [
-        ("vocabulary", 2999),
-        *(
-            pytest.param(name, 499, marks=pytest.mark.slow)
-            for name in ("adamw lazy", "8-bit state exact", "vocabulary")
-        ),
-    ],
+    few(
+        [("vocabulary", 5999), *((name, 499) for name in ("adamw lazy", "8-bit state exact", "vocabulary"))],
+        ("vocabulary", 5999),
+    ),
 )
 def test_an_apply_that_is_interrupted(name: str, every: int, tmp_path: Path) -> None:
     chain(tmp_path, name)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from cases import take_step
 from in_child import forks, in_child
 from refusals import Refusal, refusals
+from sweeps import few
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from weight_cases import Case, parse
@@ -170,7 +171,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "ids counted"))
 def test_every_kind(name: str, backend: str) -> None:
     """A compiled model has the bits of the model itself, and the numbers of torch.nn, for batches of any size."""
     make, given, dense = KINDS[name]
@@ -203,7 +204,7 @@ def test_what_nothing_comes_to_has_no_gradient() -> None:
     assert weighing.bag.weight.grad is None
 
 
-@pytest.mark.parametrize("where", ["within", "around"])
+@pytest.mark.parametrize("where", few(["within", "around"], "within"))
 def test_effects_are_not_repeated_by_checkpoints(where: str) -> None:
     def seen(compiles: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         torch.compiler.reset()
@@ -405,6 +406,7 @@ def test_one_graph_for_layers_that_share_code() -> None:
     assert torch.equal(compiled(layers[0])(ids), plain[0](ids))
 
 
+@pytest.mark.slow
 def test_weights_that_are_swapped() -> None:
     model, plain = pair()
     other = {"words.weight": torch.randn(50, 4, dtype=F64, requires_grad=True)}

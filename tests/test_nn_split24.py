@@ -55,6 +55,7 @@ def test_training_is_that_of_torch_with_the_weight_rounded_after_each_step(kind:
         assert torch.equal(ours.weight.detach(), dense.weight)
 
 
+@pytest.mark.slow
 def test_training_is_within_a_thousandth_of_float32_and_that_in_bfloat16_is_not() -> None:
     """The factorisation of a matrix with noise, until little changes: rounding is then noise that stays."""
     losses = {}

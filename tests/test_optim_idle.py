@@ -11,6 +11,7 @@ import torch
 from cases import take_step
 from lazy_oracle import LazyOracle, exact, skewed_batches, squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, warmup_and_cosine
+from sweeps import few
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -24,7 +25,7 @@ def rows_of(module: Any) -> Any:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("steps", [90, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", few([60, 400], 60))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", [*ALL, *COUPLED], ids=str)
 def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:

@@ -40,11 +40,11 @@ def test_updates_far_below_a_step_of_the_form_add_up() -> None:
             emb = speedtransfer.Embedding.from_pretrained(ones.bfloat16(), freeze=False)
         else:
             emb = speedtransfer.Embedding.from_pretrained(ones, freeze=False, storage_dtype=dtype)
-        opt = torch.optim.SGD(emb.parameters(), lr=2e-4)
-        for _ in range(300):
+        opt = torch.optim.SGD(emb.parameters(), lr=6e-4)
+        for _ in range(100):
             take_step(opt, 0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum())
         found.append(float(emb.state_dict()["weight"].float().mean()))
-    expected = 1.5 - 0.5 * (1 - 2e-4) ** 300  # 1e-4 a step, of which bfloat16's at 1 is 75 times as large
+    expected = 1.5 - 0.5 * (1 - 6e-4) ** 100  # 3e-4 a step, of which bfloat16's at 1 is 25 times as large
     assert found == [1.0, *(pytest.approx(expected, abs=wide) for wide in (0.005, 0.01, 0.02, 0.02, 2e-5))]
 
 
@@ -152,6 +152,7 @@ def test_nothing_decoded_is_kept() -> None:
         kept.decode()
 
 
+@pytest.mark.slow
 def test_small_steps_of_idle_rows_in_half_precision() -> None:
     """The figures of docs/optimizers.md: a dense optimizer rounds each step to nothing, idle rows take all of them at once."""
 

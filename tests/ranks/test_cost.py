@@ -155,9 +155,10 @@ def sent_of(cost: StepCost) -> StepCost:
 @pytest.mark.parametrize(
     ("kind", "world", "names"),
     [
-        ("sharded", 3, [*CASES]),
-        ("shared", 3, [*CASES]),
+        ("sharded", 3, ["exact", "rows in 24 bits", "gradients in int8", "seven tables: a second message"]),
+        ("shared", 3, ["float32", "rows in int8, state in blocks", "two tables"]),
         ("replicas", 3, ["rows in int8, state in blocks", "two tables", "exact"]),
+        *(pytest.param(kind, 3, [*CASES], marks=pytest.mark.slow) for kind in ("sharded", "shared")),
     ],
 )
 def test_cost_of_a_step(pool, kind, world, names):

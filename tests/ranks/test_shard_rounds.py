@@ -189,7 +189,7 @@ def run_programs(seeds: Iterable[int], length: int) -> None:
 
 
 def test_some_programs(two):
-    two(run_programs, range(3), 14)
+    two(run_programs, range(2), 14)
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def run_models(seeds: Iterable[int], length: int) -> None:
 
 
 def test_some_models(two):
-    two(run_models, range(2), 14)
+    two(run_models, range(1), 14)
 
 
 @pytest.mark.slow

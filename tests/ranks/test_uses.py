@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import concurrently
+from sweeps import few
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -244,11 +245,14 @@ def functions_of_gradients(kind: str) -> float:
     return max(abs(float(each(pair.ours.weight.grad)) - float(each(pair.one.weight.grad))) for each in functions)
 
 
-def distances(kind: str) -> dict[str, float]:
-    return {name: each(kind) for name, each in USES.items()}
+def distances(kind: str, every: int) -> dict[str, float]:
+    return {name: USES[name](kind) for name in [*USES][::every]}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_numbers_of_one_process(two, kind):
-    for found in two(distances, kind, limit=120):
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    few([(kind, every) for kind in ("sharded", "shared") for every in (1, 2, 5)], ("sharded", 2), ("shared", 5)),
+)
+def test_numbers_of_one_process(two, kind, every):
+    for found in two(distances, kind, every, limit=120):
         assert {name: far for name, far in found.items() if not far < 1e-12} == {}

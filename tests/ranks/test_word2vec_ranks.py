@@ -57,16 +57,9 @@ def apart(words: list[str], matrix: np.ndarray) -> float:
     return float(cosines[same].mean() - cosines[~same].mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"memory": "shared"},
-        *(
-            pytest.param(it, marks=pytest.mark.slow)
-            for it in ({}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
-        ),
-    ],
-    ids=str,
+    "options", [{}, {"memory": "shared"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50}], ids=str
 )
 def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
     path = str(text(tmp_path / "topics.txt"))

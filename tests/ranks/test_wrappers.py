@@ -28,32 +28,22 @@ def backend(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
-def compiled(kind: str, ways: list[str]) -> float:
+def compiled(kind: str) -> float:
     # Of torch, for what comes from one graph into the next.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     around: dict[str, Wrap] = {"inside": lambda net: wrap(backend(net)), "around": lambda net: backend(wrap(net))}
-    far = max(trained(kind, around[way]) for way in ways)
-    if "inside" in ways:
-        pair = nets(kind, pair={"wrap": around["inside"]})
-        pair.accumulate(0, 1, no_sync=True)
-        pair.end()
-        far = max(far, pair.distance())
+    far = [trained(kind, way) for way in around.values()]
+    pair = nets(kind, pair={"wrap": around["inside"]})
+    pair.accumulate(0, 1, no_sync=True)
+    pair.end()
     torch.compiler.reset()
-    return far
+    return max(*far, pair.distance())
 
 
-@pytest.mark.parametrize(
-    ("kind", "ways"),
-    [
-        ("sharded", ["around"]),
-        *(
-            pytest.param(kind, ["around", "inside"], marks=pytest.mark.slow)
-            for kind in ("sharded", "shared", "replicas")
-        ),
-    ],
-)
-def test_compiled_models(two, kind, ways):
-    assert max(two(compiled, kind, ways, limit=180, timeout=60)) < 1e-12
+@pytest.mark.slow  # test_modules_ranks has a compiled model always
+@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
+def test_compiled_models(two, kind):
+    assert max(two(compiled, kind, limit=180, timeout=60)) < 1e-12
 
 
 # --- ways to wrap a model ---------------------------------------------------------------------------------------------------
