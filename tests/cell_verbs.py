@@ -82,7 +82,7 @@ weight.data = w.numbers(3); w.use(model)  # weight.data = more rows
 emb.weight = nn.Parameter(w.numbers()); w.use(model)  # emb.weight = nn.Parameter(rows)
 w.trained(model.emb.prefetch(w.ids) if w.ours else w.ids)  # emb(emb.prefetch(ids))
 ids = w.ids; ticket = model.emb.prefetch(ids) if w.ours else None; w.trained(ids)  # emb.prefetch(ids), emb(ids)
-for ids in st.prefetch([w.ids], lambda ids: {model.emb: ids}) if w.ours else [w.ids]: w.trained(ids)  # st.prefetch
+for ids in st.prefetch([w.ids], w.asks) if w.ours else [w.ids]: w.trained(ids)  # st.prefetch
 emb.table.grow(len(weight) + 3) if hasattr(getattr(emb, "table", None), "grow") else None; None  # table.grow
 w.backward(); torch.tensor(weight.grad.tolist())  # weight.grad
 w.backward(); weight.grad.mul_(0.5); opt.step()  # weight.grad.mul_(0.5)
@@ -164,6 +164,35 @@ def ngrams(dense: bool = False, **options: Any) -> nn.Module:
     return made
 
 
+class Remembering(nn.Module):
+    """A memory layer, read with hidden states that stand for ids, and keys that stay."""
+
+    def __init__(self, dense: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.memory = st.MemoryLayer(DIM, 9, heads=2, k=2, key_dim=4, std=1.0, **options)
+        for module in self.memory.keys.modules():
+            for key, value in [*module.named_parameters(recurse=False)]:
+                delattr(module, key)
+                module.register_buffer(key, value.detach())
+        if dense:
+            weight = self.memory.values.weight.detach().clone()
+            self.memory.values = nn.EmbeddingBag.from_pretrained(weight, False, mode="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.memory(self.hidden(ids))
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        return torch.arange(10.0 * DIM).view(10, DIM).sin()[ids].to(self.memory.keys.halves.dtype)
+
+    def asks(self, ids: Tensor) -> dict[nn.Module, Tensor]:
+        return {self.memory.values: self.memory.keys(self.hidden(ids))[0].flatten(1)}
+
+    def prefetch(self, ids: Tensor) -> Tensor:
+        for values, rows in self.asks(ids).items():
+            values.prefetch(rows)
+        return ids
+
+
 class Kind(NamedTuple):
     """A module, that of torch.nn, all ids, what batches are drawn from, their shape, who has the weight, who shows rows."""
 
@@ -199,6 +228,7 @@ KINDS = {
         ngrams, lambda: ngrams(dense=True), ROWS, TOKENS, (2, 3), *[lambda module: module.embedding] * 2
     ),
     "PerLayerEmbedding": Kind(functools.partial(st.PerLayerEmbedding, 10, 2, DIM), lambda: Layers(10, 2 * DIM)),
+    "MemoryLayer": Kind(Remembering, lambda: Remembering(dense=True), part=lambda module: module.memory.values),
 }
 # Processes.
 OWNERS = {"alone": 1, "group of 1": 1, "group of 2": 2, "shared": 2, "DDP": 2}
@@ -271,6 +301,11 @@ class World:
         first = self.steps == 0 and count <= len(drawn)
         pick = torch.randperm if first else functools.partial(torch.randint, size=(count,))
         return [drawn[pick(len(drawn), generator=draw)[:count]].view(shape) for _ in range(self.ranks)]
+
+    def asks(self, ids: Any) -> dict[nn.Module, Any]:
+        """Return what looks up which ids for these."""
+        emb = self.model.emb
+        return emb.asks(ids) if isinstance(emb, Remembering) else {emb: ids}
 
     def loss(self, batches: Any = None) -> Tensor:
         rows = [self.run(ids) for ids in batches or (self.batches() if self.all else [self.ids])]

@@ -15,7 +15,7 @@ CELLS = [(*place, verb) for place in ALL for verb in (VERBS if place not in LIST
 # Those that always run have every pair of a kind, an owner and a form, and every verb with each of these, or with one much
 # like it; with few of the owners that are two processes.
 LIKE = {"EmbeddingBag": "Embedding", "NgramEmbedding": "Embedding", "PerLayerEmbedding": "Embedding"}
-LIKE |= {"MultiEmbeddingBag": "MultiEmbedding"}
+LIKE |= {"MultiEmbeddingBag": "MultiEmbedding", "MemoryLayer": "Embedding"}
 LIKE |= {"int8": "bfloat16", "layout": "mmap", "group of 1": "alone", "shared": "group of 2"}
 COSTLY = {"-".join(it) for it in CELLS if OWNERS[it[1]] > 1}
 
