@@ -26,8 +26,9 @@ from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import NOTHING, Known, Table, WriteLog, kept, overlay, row_chunks
 
-# The plane of the last step that each row has taken, int32.
+# The plane of the last step that each row has taken, and how `Rows.add_together` takes it.
 LAST_STEP = "idle.last_step"
+LAST_STEPS = {LAST_STEP: ((1,), torch.int32, 0)}
 
 
 class OwnRows(NamedTuple):
@@ -374,7 +375,7 @@ class Rows(StoredPlanes):
     def mark_steps(self) -> None:
         """Add the plane `LAST_STEP` at the first step that moves idle rows; plain SGD makes no such step."""
         if LAST_STEP not in self._codecs:
-            self.add(LAST_STEP, (1,), torch.int32, 0)
+            self.add_together(LAST_STEPS)
 
 
 def _outlive(rows: Rows) -> None:

@@ -57,6 +57,20 @@ def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Path) -> None:
         pair.train(pair.batches(5, seed=1))
 
 
+@pytest.mark.parametrize(("case", "is_beside"), [("adamw", True), ("adagrad", False)])
+def test_last_steps_are_in_the_records_of_the_state(case: str, is_beside: bool) -> None:
+    """A row of a file is then on one page less. Where steps may leave idle rows alone they are made when one does not."""
+    pair = exact(case_named(case), layout="rows")
+    pair.train(pair.batches(3))
+    table = pair.ours.table
+    records = {table.stored(name).untyped_storage().data_ptr() for name in table.planes if name != "weight"}
+    assert len(records) == 1
+    assert ("idle.last_step" in table.planes) is is_beside
+    state = rows_of(pair.ours)
+    state.begin_anew()
+    assert table.planes == ("weight",)
+
+
 @pytest.mark.parametrize("foreach", [True, False])
 def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
     """Below one, lists of tensors change without a trace: the number of steps is read, not foretold."""

@@ -107,7 +107,11 @@ class RowState(StatePlanes):
         self.has_ended = False
         # Hyperparameters with which the optimizer leaves idle rows alone.
         self._assumed: dict[str, Any] | None = None
-        self.add({name: spec for name, spec in specs.items() if not spec.late})
+        self.add(
+            {name: spec for name, spec in specs.items() if not spec.late},
+            # In the records of the state, rather than on pages of its own, where every step moves idle rows.
+            with_last_steps=rule is not None and bool(rule.factors) and rows.table.layout == "rows",
+        )
         if rule is not None:
             rows.enable_catch_up(Lag(rule, rows.dtype), owner)
 

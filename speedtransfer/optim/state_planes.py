@@ -14,7 +14,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
-from speedtransfer.rows import Rows
+from speedtransfer.rows import LAST_STEPS, Rows
 from speedtransfer.tables import row_chunks
 
 
@@ -68,15 +68,16 @@ class StatePlanes:
         assert param is not None
         return param
 
-    def add(self, specs: dict[str, PlaneSpec]) -> None:
-        """Add the planes of `specs` that are missing: all of them or, if there is no room, none."""
+    def add(self, specs: dict[str, PlaneSpec], with_last_steps: bool = False) -> None:
+        """Add the planes of `specs` that are missing, and that of the last steps: all or, if there is no room, none."""
         specs = {name: spec for name, spec in specs.items() if name not in self._views}
         planes = {name: "state.weight" if name == "weight" else name for name in specs}
         # Tables have no bool.
         dtypes = {name: torch.uint8 if spec.dtype == torch.bool else spec.dtype for name, spec in specs.items()}
         self._drop_left(planes)
+        added = {planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()}
         try:
-            self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
+            self.rows.add_together(added | (LAST_STEPS if with_last_steps and added else {}))
             self._specs.update(specs)
             self._planes.update(planes)
             for name, plane in planes.items():
