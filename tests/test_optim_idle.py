@@ -66,8 +66,7 @@ def test_last_steps_are_in_the_records_of_the_state(case: str, is_beside: bool) 
     records = {table.stored(name).untyped_storage().data_ptr() for name in table.planes if name != "weight"}
     assert len(records) == 1
     assert ("idle.last_step" in table.planes) is is_beside
-    state = rows_of(pair.ours)
-    state.begin_anew()
+    rows_of(pair.ours).begin_anew()
     assert table.planes == ("weight",)
 
 
