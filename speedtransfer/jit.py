@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import importlib
 import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +20,13 @@ from speedtransfer.once import once
 
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
 _ANNOUNCED_S = 1.0
+
+
+class _Own(threading.local):
+    alone = False
+
+
+_own = _Own()
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +92,16 @@ def _announce_compiling() -> None:
     event.register("numba:compile", Compiling())
 
 
+@contextlib.contextmanager
+def on_this_thread() -> Iterator[None]:
+    """Let `run_on_threads` of this thread have no other ones: they are for those who train."""
+    _own.alone = True
+    try:
+        yield
+    finally:
+        _own.alone = False
+
+
 def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[Tensor, ...]) -> None:
     """Run compiled functions over `count` rows, stretches of them on as many threads as torch uses, and wait for all.
 
@@ -95,7 +114,7 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
     memory : tuple of Tensor
         What the functions know only the addresses of.
     """
-    threads = max(1, min(torch.get_num_threads(), num_bytes // THREAD_BYTES))
+    threads = 1 if _own.alone else max(1, min(torch.get_num_threads(), num_bytes // THREAD_BYTES))
     if threads == 1:
         _run(parts, 0, count, memory)
         return

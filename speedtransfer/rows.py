@@ -105,12 +105,17 @@ class Rows(StoredPlanes):
             turns.wait()
         return fetched
 
-    def caught_up(self, ids: Tensor) -> dict[str, Tensor] | None:
-        """Return the rows `ids` (n,), unique, as `catch_up` would write them, by plane of the table; None: none has to."""
+    def caught_up(self, ids: Tensor, plane: str | None = None) -> dict[str, Tensor] | None:
+        """Return the rows `ids` (n,), unique, as `catch_up` would write them, by plane of the table; None: none has to.
+
+        Where `plane` is given, that one at least.
+        """
         if not self.lag:
             return None
         with self.lock:
-            rows = self.read(ids)
+            if self._as_stored and plane not in (None, LAST_STEP) and self.lag.is_apart(plane):
+                return self.finish(self.fetch(ids, (plane, LAST_STEP)), ids)
+            rows = self.read(ids) if plane != LAST_STEP else {}
             rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None, ids)
             return {n + s: part for n, values in rows.items() for s, part in self.encode(n, values, ids).items()}
 

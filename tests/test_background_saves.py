@@ -21,6 +21,7 @@ from sweeps import few
 from test_deltas import FORMS, Net, contents, optimizer, step
 
 import speedtransfer as st
+from speedtransfer import jit
 from speedtransfer.checkpoint import background
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.tables import chunks, snapshots
@@ -50,12 +51,11 @@ def when_read(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     """Have the thread that saves call something after it has read rows of a table, and not yet those copied aside."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
 
-    def array(values: Any) -> np.ndarray:
-        found = np.array(values)
+    def copyto(target: np.ndarray, values: np.ndarray) -> None:
+        np.copyto(target, values)
         call()
-        return found
 
-    monkeypatch.setattr(snapshots, "np", SimpleNamespace(**vars(np) | {"array": array}))
+    monkeypatch.setattr(snapshots, "np", SimpleNamespace(**vars(np) | {"copyto": copyto}))
 
 
 @pytest.mark.parametrize("form", few(MORE_FORMS, "lazy", "exact", "cache", "file", "state in 8 bits"))
@@ -85,6 +85,24 @@ def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch:
     assert contents(net) == contents(never[0])
     st.load_checkpoint(tmp_path / "saved", net, opt)
     assert contents(net) == contents(stopped[0])
+
+
+def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    emb = st.Embedding(20_000, 64)
+    opt, users, pool = torch.optim.AdamW(emb.parameters()), set[str](), jit._pool
+
+    def used(threads: int) -> Any:
+        users.add(threading.current_thread().name.split()[0])
+        return pool(threads)
+
+    for start in (0, 10_000, 0):
+        take_step(opt, emb(torch.arange(start, start + 10_000)).square().sum())
+    monkeypatch.setattr(jit, "_pool", used)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    take_step(opt, emb(torch.arange(10_000, 20_000)).square().sum())
+    assert users == {"MainThread"}
+    st.save_checkpoint(tmp_path / "saved", emb, opt, background=True).wait()
+    assert users == {"MainThread"}
 
 
 def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

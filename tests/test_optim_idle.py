@@ -39,6 +39,9 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
             torch.testing.assert_close(ours, dense, rtol=0, atol=2e-5 if dtype == torch.float32 else 1e-9)
         if number % 83 == 30:  # rows are brought up to date in the table too; the rest stays behind
             assert torch.equal(pair.ours.table[[58, 3]], pair.ours(torch.tensor([58, 3])))
+            caught_up = rows_of(pair.ours).caught_up(everything) or {}
+            for plane, values in caught_up.items():  # one by one, as a save in the background reads them
+                assert torch.equal(rows_of(pair.ours).caught_up(everything, plane)[plane], values)
     pair.assert_same(None if dtype == torch.float32 else 1e-9)
 
 

@@ -21,6 +21,7 @@ from speedtransfer.checkpoint.table_rows import StoredRows
 from speedtransfer.checkpoint.tensors import PickedRows
 from speedtransfer.errors import InvalidValueError, is_url
 from speedtransfer.idle import Lag
+from speedtransfer.jit import on_this_thread
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
 from speedtransfer.tables.snapshots import Snapshot
@@ -36,6 +37,7 @@ class SnapshotRows(StoredRows):
 
     def __init__(self) -> None:
         self._snapshots: list[Snapshot] = []
+        self._memory = dict[str, Tensor]()
         self._frozen: dict[Rows, Rows] = {}
 
     def __enter__(self) -> Self:
@@ -63,12 +65,14 @@ class SnapshotRows(StoredRows):
 
         def read(at: slice) -> Tensor:
             if frozen.lag:
-                caught_up = frozen.caught_up(torch.arange(at.start, at.stop))
+                caught_up = frozen.caught_up(torch.arange(at.start, at.stop), name)
                 assert caught_up is not None
                 return caught_up[name]
             return frozen.table.chunk(name, at)
 
-        return PickedRows(stored, len(stored), slice, torch.no_grad()(read))
+        # Idle rows are caught up with all their planes.
+        row_bytes = rows.table.nbytes // max(len(stored), 1) if frozen.lag else None
+        return PickedRows(stored, len(stored), slice, torch.no_grad()(read), row_bytes)
 
     def counters(self, rows: Rows) -> dict[str, int]:
         """Return the state of stochastic rounding, after idle rows have been written."""
@@ -88,7 +92,7 @@ class SnapshotRows(StoredRows):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
-        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES))
+        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES), self._memory)
         self._snapshots.append(frozen.table)
         self._frozen[rows] = frozen
         return frozen
@@ -196,7 +200,8 @@ class _State:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            write(self.advance)
+            with on_this_thread():
+                write(self.advance)
         except BaseException as error:
             self.error = error
 

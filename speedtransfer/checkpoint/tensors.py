@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class PickedRows:
     """Some rows of a tensor, gathered in chunks when they are written.
 
-    Start and stop within their `count` become `numbers` of rows, and these rows by `read`, where the tensor is a placeholder.
+    Start and stop within their `count` become `numbers` of rows, and these rows by `read`, where the tensor is a placeholder;
+    for a row it may read more bytes, `row_bytes`, than it returns.
     """
 
     def __init__(
@@ -38,15 +39,17 @@ class PickedRows:
         count: int,
         numbers: Callable[[int, int], Any],
         read: Callable[[Any], Tensor] | None = None,
+        row_bytes: int | None = None,
     ) -> None:
         self._tensor, self._numbers = tensor, numbers
         self._read = read or (lambda at: bits_of(tensor)[at.to(tensor.device)])
         self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
-        self.nbytes = count * math.prod(tensor.shape[1:]) * tensor.element_size()
+        own_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+        self.nbytes, self._row_bytes = count * own_bytes, own_bytes if row_bytes is None else row_bytes
 
     def chunks(self) -> Iterator[Tensor]:
-        """Yield the values in order, about 16 MB at a time, 1-D and on the host."""
-        for rows in row_chunks(self.shape[0], self.nbytes // max(self.shape[0], 1)):
+        """Yield the values in order, 16 MB at a time or less, 1-D and on the host."""
+        for rows in row_chunks(self.shape[0], self._row_bytes):
             yield self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1)
 
 

@@ -119,6 +119,10 @@ class Lag:
             unsure.begin_use()
         self._history.catch_up(rows, last, unsure)
 
+    def is_apart(self, plane: str) -> bool:
+        """Tell whether `catch_up` takes a plane without the others."""
+        return self._history.is_apart(plane)
+
     def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
         """Note what matters of the `state` before a step with the hyperparameters `group`.
 

@@ -28,7 +28,7 @@ def take_missed_steps(
     sums : Sums
         Of the steps after step number `base`.
     rows : dict of str to Tensor
-        ``weight`` and the state planes, ``(n, dim)`` each, changed in place.
+        ``weight`` and the state planes, or one of `History.is_apart`, ``(n, dim)`` each, changed in place.
     last : Tensor
         ``(n, 1)`` int32: the step that touched each row last.
     unsure : Unsure, optional
@@ -42,6 +42,11 @@ def take_missed_steps(
     # Rows that were touched last before the steps begin exist in no table.
     index = (last.flatten() - base).long()
     index = index.masked_fill_(index < 0, sums.count)
+    if "weight" not in rows:
+        dtype = next(iter(rows.values())).dtype
+        factors = sums.factors(index, torch.float64 if dtype == torch.float64 else torch.float32)
+        _take_factors(rule, sums, factors, rows, index)
+        return
     _take_chunks(rule, sums, rows, index)
 
 
@@ -107,12 +112,17 @@ def _take(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> Non
             mixed = weight * c
             weight.mul_(a).add_(partner * b)
             partner.mul_(d).add_(mixed)
-    for name, factor in zip(rule.factors, missed.factors, strict=True):
+    _take_factors(rule, sums, missed.factors, rows, index)
+
+
+def _take_factors(rule: Rule, sums: Sums, factors: tuple[Tensor, ...], rows: dict[str, Tensor], index: Tensor) -> None:
+    for name, factor in zip(rule.factors, factors, strict=True):
         if name in rows:
             rows[name].mul_(factor)
     if rule.floor and rule.denominator in rows:
-        missed_any = (index < sums.count)[:, None].to(weight.dtype)  # the others stay as they are
-        rows[rule.denominator].clamp_min_(missed_any * sums.eps)
+        size = rows[rule.denominator]
+        missed_any = (index < sums.count)[:, None].to(size.dtype)  # the others stay as they are
+        size.clamp_min_(missed_any * sums.eps)
 
 
 def _take_terms(rule: Rule, sums: Sums, missed: Missed, rows: dict[str, Tensor], index: Tensor) -> None:

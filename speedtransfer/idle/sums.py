@@ -203,6 +203,12 @@ class Sums:
         terms[:, -1:] = valid_from
         return torch.cat([products, terms], dim=1)
 
+    def factors(self, index: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return `Missed.factors` alone, as `missed` does."""
+        lines, blocks = self.tensors(index.device)
+        products = lines[:, 5 : self._products][index] * blocks[:, 5:][index // BLOCK]
+        return products.to(dtype).split(1, dim=1)
+
     def missed(self, index: Tensor, dtype: torch.dtype) -> Missed:
         """Return the columns of `lines` by name, in `dtype`."""
         decay, *others = self.lines(index).to(dtype).split(1, dim=1)

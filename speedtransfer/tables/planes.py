@@ -286,15 +286,16 @@ class Planes:
         if self._snapshot is not None:
             self._snapshot.discount(before, self.version, count)
 
-    def snapshot(self, most_bytes: int) -> Snapshot:
+    def snapshot(self, most_bytes: int, memory: dict[str, Tensor]) -> Snapshot:
         """Return what reads all rows as they are now, until it is closed, while they are written.
 
-        `most_bytes`: how much may be copied aside for it. There is one at a time; the next waits.
+        `most_bytes`: how much may be copied aside for it. `memory`: what it reads into, by plane. There is one at a time; the
+        next waits.
         """
         self.end_snapshot()
         self.wait()
         with self._turn:
-            self._snapshot = Snapshot(self, most_bytes)
+            self._snapshot = Snapshot(self, most_bytes, memory)
             self.watched = True
         return self._snapshot
 

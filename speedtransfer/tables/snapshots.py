@@ -31,13 +31,15 @@ class Snapshot:
     table : Table
     most_bytes : int
         How much may be copied aside.
+    memory : dict of str to Tensor
+        What rows of each plane are read into, one read after the other: others on the same thread may share it.
     """
 
     # As `Table.writable`.
     writable = True
 
-    def __init__(self, table: Any, most_bytes: int) -> None:
-        self._table, self.device = table, table.device
+    def __init__(self, table: Any, most_bytes: int, memory: dict[str, Tensor]) -> None:
+        self._table, self.device, self._memory = table, table.device, memory
         self._planes, self._version = dict(table._planes), table.version
         row_bytes = sum(plane.shape[1] * plane.element_size() for plane in self._planes.values())
         self._room = min(table.num_rows, most_bytes // max(row_bytes, 1))
@@ -89,23 +91,31 @@ class Snapshot:
             self._version = after
 
     def read(self, ids: Tensor, planes: Sequence[str], known: Known = NOTHING) -> dict[str, Tensor]:
-        """Return the rows `ids` (n,), on the host, of planes as they were stored."""
-        return {name: self._rows(name, ids.numpy()) for name in planes}
+        """Return the rows `ids` (n,), consecutive, on the host, of planes as they were stored, until the next read."""
+        at = slice(int(ids[0]), int(ids[0]) + len(ids)) if len(ids) else slice(0)
+        return {name: self._rows(name, at) for name in planes}
 
     def chunk(self, name: str, rows: slice) -> Tensor:
-        """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host, for the last time."""
+        """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host, for the last time.
+
+        They are there until the next read.
+        """
         values = self._rows(name, rows)
         self._done[name] = rows.stop
         return values
 
-    def _rows(self, name: str, at: slice | np.ndarray) -> Tensor:
+    def _rows(self, name: str, at: slice) -> Tensor:
         # NumPy has not all dtypes.
         plane = self._planes[name].view(torch.uint8)
         if plane.device.type == "cpu":
-            # By NumPy, which leaves the other cores to those who train.
-            values = torch.from_numpy(np.array(plane.numpy()[at]))
+            # By NumPy, which leaves the other cores to those who train, and into memory that is there: new pages take as long.
+            part = plane[at]
+            if name not in self._memory or len(self._memory[name]) < part.numel():
+                self._memory[name] = torch.empty(part.numel(), dtype=torch.uint8, device="cpu")
+            values = self._memory[name][: part.numel()].view(part.shape)
+            np.copyto(values.numpy(), part.numpy())
         else:
-            values = plane[at if isinstance(at, slice) else torch.from_numpy(at).to(plane.device)].cpu()
+            values = plane[at].cpu()
         # After the table was read: a row that is written meanwhile is there by now. A copy, as others go on writing.
         places = self._places[at].copy()
         changed = places.nonzero()[0]
