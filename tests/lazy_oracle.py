@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedtransfer
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 
 
 def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def assert_same_state(
     """Compare full planes, shared scalars and the names of both; `scaled`: the tolerance is a share of the largest value."""
     state, expected = dict(ours.state.get(our_module.weight, {})), dense.state.get(dense_module.weight, {})
     # Of a table with a cache.
-    state |= {key: value.decode() for key, value in state.items() if isinstance(value, EncodedPlane)}
+    state |= {key: value.decode() for key, value in state.items() if isinstance(value, EncodedPlane | PlaneView)}
     ours_in, theirs = tensors_in(state), tensors_in(expected)
     assert (set(state), set(ours_in)) == (set(expected), set(theirs))
     for key, value in theirs.items():

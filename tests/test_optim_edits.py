@@ -71,6 +71,59 @@ def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pyte
     assert torch.equal(loaded, before)
 
 
+# --- state that is read and written between steps -------------------------------------------------------------------------
+
+
+def _by_numpy(value: Tensor) -> None:
+    value.numpy()[:] *= 0.5
+
+
+def _data(value: Tensor) -> None:
+    value.data = value * 0.5
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "zero_": Tensor.zero_,
+    "some rows": lambda value: value[1:9].mul_(0.5),
+    "rows of a mask": lambda value: value.__setitem__(torch.arange(60) % 3 == 0, 0.25),
+    "foreach": lambda value: torch._foreach_mul_([value], 0.5),
+    "numpy": _by_numpy,
+    "data": _data,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", ["adamw", "adamax", "sgd-momentum", "adam-weight-decay", "rmsprop-centered"])
+def test_state_is_read_and_written_as_in_torch(name: str, write: str) -> None:
+    """Rows take the steps that they have missed by the state of before; a tensor that was taken earlier is that of now."""
+    pair, kept = exact(case_named(name), torch.float64), list[list[Tensor]]()
+    for seed in range(3):
+        pair.train(pair.batches(6, seed=seed))
+        seen = list[list[float]]()
+        for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
+            state = optimizer.state[module.weight]
+            found = [value for value in state.values() if isinstance(value, Tensor) and value.dim()]
+            kept.append(found)
+            for value in found if seed != 1 else kept[len(kept) - 3]:
+                seen.append([float(value.norm()), *value[3].tolist(), value.dim()])
+                WRITES[write](value)
+            assert all(value is state_value for value, state_value in zip(found, kept[-1], strict=True))
+        half = len(seen) // 2
+        assert torch.tensor(seen[:half]).allclose(torch.tensor(seen[half:]), rtol=1e-9, atol=1e-12)
+    pair.train(pair.batches(6, seed=4))
+    pair.assert_same(1e-9)
+
+
+def test_state_has_no_memory_of_its_own() -> None:
+    twins = trained(3)
+    value = twins.opt.state[twins.ours.weight]["exp_avg"]
+    with pytest.raises(OptimizerError, match="write into it with copy_"):
+        value.resize_(3, 2)
+    with pytest.raises(OptimizerError, match="pass values of that shape"):
+        value.data = torch.zeros(2, 2)
+    assert type(value * 1) is type(copy.deepcopy(value)) is type(saved(value)) is Tensor
+
+
 # --- a few rows, trained by torch and by a table ------------------------------------------------------------------------
 
 ROWS = 10

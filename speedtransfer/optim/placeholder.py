@@ -1,4 +1,4 @@
-"""The placeholder in `optimizer.state` for a plane of which no view shows the values; they are read when saved or copied."""
+"""What `optimizer.state` has for a plane between steps: a view of the whole of it, or a placeholder where there is none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,108 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.rows import Rows
+
+# Properties and methods that say nothing of the values.
+_PROPERTIES: Any = (
+    Tensor.shape,
+    Tensor.dtype,
+    Tensor.device,
+    Tensor.layout,
+    Tensor.ndim,
+    Tensor.is_cuda,
+    Tensor._version,
+)
+_METHODS = {
+    Tensor.size,
+    Tensor.stride,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.element_size,
+    Tensor.is_contiguous,
+}
+_METHODS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
+_ABOUT = _METHODS | {each.__get__ for each in _PROPERTIES}
+# Those that would give a part of the table other memory.
+_OF_MEMORY = {Tensor.set_, Tensor.resize_, Tensor.resize_as_}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class PlaneView(Tensor):
+    """A view of a whole plane in ``optimizer.state``: what is done with it finds every row with all steps so far.
+
+    State dicts, copies and pickles get a plain tensor.
+
+    Parameters
+    ----------
+    rows : Rows
+    name : str
+        Of the plane.
+    dtype : torch.dtype, optional
+        Of the state, if it is another than that of the plane.
+    """
+
+    @staticmethod
+    def __new__(cls, rows: Rows, name: str, dtype: torch.dtype | None = None) -> PlaneView:  # noqa: D102
+        stored = rows.table.stored(name).view(rows.shape_of(name))
+        return Tensor._make_subclass(cls, stored if dtype is None else stored.view(dtype))
+
+    def __init__(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> None:
+        self._of: tuple[Callable[[], Rows | None], str, torch.dtype | None] = weakref.ref(rows), name, dtype
+
+    def drop(self) -> None:
+        """Show the memory of now from now on: the plane is removed, and another may get its name."""
+        self._of = (lambda: None), "", None
+
+    def decode(self) -> Tensor:
+        """Return the values, ``(num_rows, *tail)``, in the memory of the table."""
+        rows, name, dtype = self._of[0](), *self._of[1:]
+        if rows is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.as_subclass(Tensor)
+        values = rows.whole(name)
+        return values if dtype is None else values.view(dtype)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {})
+        if func in _OF_MEMORY:
+            raise OptimizerError(
+                f"{func.__name__} gives a tensor other memory, but this state is a part of a table; write into it with copy_"
+            )
+        if func == _SET_DATA and isinstance(args[0], cls):
+            if args[1].shape != args[0].shape:
+                raise OptimizerError(
+                    f"data has shape {tuple(args[1].shape)} but the state is {tuple(args[0].shape)}; pass values of that shape"
+                )
+            func = Tensor.copy_
+        found = dict[int, PlaneView]()
+
+        def decoded(view: PlaneView) -> Tensor:
+            rows = view._of[0]()
+            if rows is not None and rows.own is not None:
+                raise OptimizerError(
+                    f"state {view._of[1]!r} is in memory that processes share, so that none may read or write it alone; "
+                    "st.save_checkpoint saves it"
+                )
+            values = view.decode()
+            found[id(values)] = view
+            return values
+
+        args, kwargs = tree_map_only(PlaneView, decoded, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        # What has changed in place, or is on the device already, stays what the optimizer has.
+        return found.get(id(result), result)
+
+
+class PlaceholderError(OptimizerError, AttributeError):
+    """State of which there is no view was used as a tensor."""
 
 
 class EncodedPlane:
@@ -58,7 +157,7 @@ class EncodedPlane:
 
     def __getattr__(self, attribute: str) -> Any:
         # What code that expects a tensor meets.
-        raise AttributeError(
+        raise PlaceholderError(
             f"optimizer.state has a placeholder for state {self._name!r}, which has no {attribute!r}; "
             "optimizer.state_dict() has the values"
         )

@@ -210,6 +210,8 @@ class RowState(StatePlanes):
                 active = {name: given[plane] for name, plane in planes.items()}
                 bools = [name for name in active if self._specs[name].dtype == torch.bool]
                 active |= {name: self._as_state(name, active[name]) for name in bools}
+            elif views:
+                active = {name: view.decode() for name, view in views.items()}
             before = self._numbers_of(state)
         # From here on what interrupts the step is undone.
         self.has_ended = False

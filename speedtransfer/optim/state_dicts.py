@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.state_planes import check_shape
 from speedtransfer.tables import Placement
@@ -175,13 +175,10 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 del state_dict["state"][key]
         streamed = own.stored(entry) if own is not None and _without_rows.get() else {}
         found = {name: value for name, value in leaves(entry).items() if name not in streamed}
-        copied = {name: value.decode() for name, value in found.items() if isinstance(value, EncodedPlane)}
-        if handle.state is not None and not handle.table.writable:
-            copied |= handle.state.caught_up(found)
-            found |= copied
+        copied = {name: value.decode() for name, value in found.items() if isinstance(value, EncodedPlane | PlaneView)}
         copied |= {
             name: value.contiguous()
-            for name, value in found.items()
+            for name, value in (found | copied).items()
             if isinstance(value, Tensor) and not value.is_contiguous() and 0 not in value.stride()
         }
         if copied:

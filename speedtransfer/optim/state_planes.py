@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.id_space import IdSpace
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.rows import LAST_STEPS, Rows
 from speedtransfer.tables import row_chunks
@@ -88,7 +88,8 @@ class StatePlanes:
                     kind = torch.bool if specs[name].dtype == torch.bool else self.rows.table.stored(plane).dtype
                     self._views[name] = EncodedPlane(self.rows, plane, kind)
                 else:
-                    self._views[name] = self._as_state(name, self.rows.whole(plane))
+                    is_bool = specs[name].dtype == torch.bool
+                    self._views[name] = PlaneView(self.rows, plane, torch.bool if is_bool else None)
         except BaseException:
             self._drop_left(planes)
             raise
@@ -98,7 +99,7 @@ class StatePlanes:
         for name, plane in planes.items():
             self._planes.pop(name, None)
             view = self._views.pop(name, None)
-            if isinstance(view, EncodedPlane):
+            if view is not None:
                 view.drop()
             if self.rows.has(plane):
                 self.rows.drop(plane)
@@ -114,11 +115,6 @@ class StatePlanes:
         """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""
         names = [name for name, view in self._views.items() if state.get(name) is view]
         return {name: (self._planes[name], self._specs[name]) for name in names}
-
-    def caught_up(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """Return those entries of the optimizer's `state` that are views of planes, with all steps so far: maybe copies."""
-        views = {n: plane for n, (plane, _) in self.stored(state).items() if isinstance(state[n], Tensor)}
-        return {name: self._as_state(name, self.rows.whole(plane)) for name, plane in views.items()}
 
     def matches(self, specs: dict[str, PlaneSpec]) -> bool:
         """Tell whether the planes have the names, shapes and dtypes of `specs`."""

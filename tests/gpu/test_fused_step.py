@@ -13,7 +13,7 @@ import speedtransfer as st
 from gpu.tools import hold, synchronizing
 from speedtransfer.optim import stepping
 from speedtransfer.optim.fused_step import SWITCH
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 
 try:
     import fakegpu  # the emulated GPU
@@ -61,7 +61,9 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **
         squared_loss(linear(emb(ids.to(device))), target.to(device)).backward()
         (step or optimizer.step)(*([optimizer] if step else []))
     state = optimizer.state.get(emb.weight, {})
-    state = {name: value.decode() if isinstance(value, EncodedPlane) else value for name, value in state.items()}
+    state = {
+        name: value.decode() if isinstance(value, EncodedPlane | PlaneView) else value for name, value in state.items()
+    }
     found = {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "linear": linear.weight.detach(), **state}
     return {name: value.cpu().clone() for name, value in found.items()}, emb.table.stats()
 
