@@ -162,6 +162,18 @@ def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch)
     assert not sightings.any()
 
 
+@pytest.mark.parametrize("optimizer", ["adagrad-initial", "adamw"])
+def test_ids_that_came_before_the_first_step(optimizer: str, tmp_path: Path) -> None:
+    """Adagrad has made its state by then, of the rows that there were."""
+    run, loaded = Run(optimizer), Run(optimizer)
+    run.vocabulary.update(IDS[:12], torch.zeros(12, DIM))
+    st.save_checkpoint(tmp_path / "saved", run.net, run.optimizer)
+    st.load_checkpoint(tmp_path / "saved", loaded.net, loaded.optimizer)
+    for each in (run, loaded):
+        each.train(1, 2)
+    assert torch.equal(run.net.emb(IDS[:12]), loaded.net.emb(IDS[:12]))
+
+
 def test_the_other_way_round_is_refused(tmp_path: Path) -> None:
     run = Run()
     run.train(0)

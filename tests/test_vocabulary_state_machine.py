@@ -151,7 +151,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         for state in (
             self.optimizers[1].state.get(self.plain.weight, {}).values() if hasattr(self, "optimizers") else ()
         ):
-            if isinstance(state, torch.Tensor) and state.dim():
+            if type(state) is torch.Tensor and state.dim():
                 state[at] = 0
 
     def first_values(self, ids: list[int]) -> torch.Tensor:

@@ -32,12 +32,16 @@ def store_all(optimizer: Optimizer) -> None:
 
 
 def make_first_state(optimizer: Optimizer) -> None:
-    """Make planes for state that a constructor made of no rows (Adagrad): a dense optimizer has it of all rows."""
+    """Make planes for state that a constructor made (Adagrad) of no rows, or of as many as there were then.
+
+    A dense optimizer has it of all rows.
+    """
     for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is not None:
             continue  # its own planes, or those of another, which only a step may replace
         entries = dict(optimizer.state.get(handle.param, {}))
-        names = [k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
+        found = {k: v for k, v in entries.items() if isinstance(v, Tensor) and v.dim()}
+        names = [k for k, v in found.items() if not len(v) or (0 in v.stride() and len(v) != handle.num_saved)]
         if names and handle.num_rows and optimizer not in handle.lost:
             specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
             state = give_state(handle, optimizer, group, specs)
