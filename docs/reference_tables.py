@@ -160,7 +160,7 @@ def _ngram_sizes() -> str:
                 rows,
                 dim,
                 optimizer_given(given.get("optimizer", "AdamW")).make,
-                storage_dtype=getattr(torch, given["storage"]) if "storage" in given else None,
+                storage_dtype=getattr(torch, given["storage"], given["storage"]) if "storage" in given else None,
                 state_dtype=getattr(torch, given["state"]) if "state" in given else None,
                 idle=given.get("idle", "auto"),
             )

@@ -238,6 +238,13 @@ def test_titles_links_and_pictures(path):
             assert unquote(url.fragment) in anchors(target), part.attrs["href"]
 
 
+def test_tables_of_the_pages_are_made(monkeypatch):
+    monkeypatch.syspath_prepend(DOCS)
+    tables = dict(importlib.import_module("reference_tables").TABLES)
+    del tables["plan hosts"]  # that takes as long as all others
+    assert {name: len(make()) > 50 for name, make in tables.items()} == dict.fromkeys(tables, True)
+
+
 def test_figures_are_those_of_the_results(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     assert importlib.import_module("readme").main(check=True) == 0, capsys.readouterr().err
