@@ -195,7 +195,7 @@ def test_some_programs(two):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(3, 57, 6))
 def test_programs(two, first):
-    two(run_programs, range(first, first + 6), 14, limit=300)
+    two(run_programs, range(first, first + 6), 14, limit=300, timeout=120)
 
 
 def look_up_on_one_rank() -> str:
