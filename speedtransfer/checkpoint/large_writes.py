@@ -1,7 +1,7 @@
 """Write a file front to back in large pieces, past the page cache of the system where the disk takes that.
 
 The pages of a checkpoint would take the place of what is in use, tables in files among it. And on a virtual machine new pages
-may be slow to come: writes of 384 MB by the cache took 0.2 to 3.1 s, a checkpoint of as many 0.3 to 0.4 s
+may be slow to come: writes by the cache then take up to ten times as long, which differs from one to the next
 (``bench/experiments/saves.py``).
 """
 
