@@ -21,13 +21,6 @@ from speedtransfer.once import once
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
 _ANNOUNCED_S = 1.0
 
-
-class _Own(threading.local):
-    alone = False
-
-
-_own = _Own()
-
 log = logging.getLogger(__name__)
 
 Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled function, and its arguments but the range of rows
@@ -90,6 +83,15 @@ def _announce_compiling() -> None:
                 before_s += time.monotonic() - since
 
     event.register("numba:compile", Compiling())
+
+
+class _Own(threading.local):
+    """Whether a thread is to have no help."""
+
+    alone = False
+
+
+_own = _Own()
 
 
 @contextlib.contextmanager

@@ -146,6 +146,7 @@ WRITES = """
 torch.enable_grad()(run.step)(torch.tensor([1, 2]))
 torch.enable_grad()(run.step)(EVERY)
 weight.data.zero_()
+run.opt.state[weight]["exp_avg"].zero_()
 weight.data.__setitem__((3, 0), 1.0)
 weight[3].zero_()
 weight.detach()[2:5].fill_(0)

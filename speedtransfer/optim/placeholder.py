@@ -14,26 +14,11 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.rows import Rows
 
 # Properties and methods that say nothing of the values.
-_PROPERTIES: Any = (
-    Tensor.shape,
-    Tensor.dtype,
-    Tensor.device,
-    Tensor.layout,
-    Tensor.ndim,
-    Tensor.is_cuda,
-    Tensor._version,
-)
-_METHODS = {
-    Tensor.size,
-    Tensor.stride,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.element_size,
-    Tensor.is_contiguous,
+_ABOUT: set[Any] = {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size}
+_ABOUT |= {Tensor.__len__, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex}
+_ABOUT |= {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "_version")
 }
-_METHODS |= {Tensor.is_floating_point, Tensor.is_complex, Tensor.__len__}
-_ABOUT = _METHODS | {each.__get__ for each in _PROPERTIES}
 # Those that would give a part of the table other memory.
 _OF_MEMORY = {Tensor.set_, Tensor.resize_, Tensor.resize_as_}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -89,7 +74,7 @@ class PlaneView(Tensor):
                     f"data has shape {tuple(args[1].shape)} but the state is {tuple(args[0].shape)}; pass values of that shape"
                 )
             func = Tensor.copy_
-        found = dict[int, PlaneView]()
+        found, versions = dict[int, PlaneView](), list[tuple[Rows, Tensor, int]]()
 
         def decoded(view: PlaneView) -> Tensor:
             rows = view._of[0]()
@@ -100,10 +85,16 @@ class PlaneView(Tensor):
                 )
             values = view.decode()
             found[id(values)] = view
+            if rows is not None and not rows.table.writable:
+                versions.append((rows, values, values._version))
             return values
 
         args, kwargs = tree_map_only(PlaneView, decoded, (args, kwargs or {}))
         result = func(*args, **kwargs)
+        for rows, values, before in versions:
+            if values._version != before:
+                # In a child of fork, where it may have been a copy.
+                rows.table.check_writable()
         # What has changed in place, or is on the device already, stays what the optimizer has.
         return found.get(id(result), result)
 
