@@ -39,7 +39,7 @@ _ASIDE = """
     __delattr__ __sizeof__ __reduce_ex__ __reduce__ __getstate__ __setstate__ __dlpack__ __dlpack_device__
     __torch_function__ __torch_dispatch__ __repr__ __str__ __format__ __hash__ __deepcopy__ _make_subclass
     _make_wrapper_subclass _dtensor__new__ _fix_weakref _reduce_ex_internal _use_count _view_func
-    _view_func_unsafe _rev_view_func_unsafe data_ptr const_data_ptr storage untyped_storage _typed_storage
+    _view_func_unsafe _rev_view_func_unsafe _lazy_clone data_ptr const_data_ptr storage untyped_storage _typed_storage
     module_load backward cuda pin_memory ipu xpu hpu mtia new new_empty
 """
 # They raise, and say what to do instead.

@@ -185,7 +185,6 @@ with torch.no_grad():
     emb.weight.set_(full.clone())
 
 # Row by row
-# refused (copies): the first write changes the table that the other rows were copied from
 with torch.no_grad():
     for i, row in enumerate(emb.weight):
         row.mul_(i / 40)

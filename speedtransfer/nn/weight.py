@@ -151,30 +151,45 @@ _NAMES = """
 """
 _LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
-class CopiedRows(Tensor):
-    """A view of a copy of all rows of a table that no tensor can alias. What is written to it is written back.
 
-    Or of the rows themselves, where they are only read: to write raises.
+class _Copy:
+    """A copy of rows of a table that no tensor can alias, `values`; or the rows themselves, where they are only read.
+
+    `rows`, a handle or some of its rows, reads them again and stores them.
     """
 
-    # The handle, the copy that this is a view of, and the version of the table when it was made.
-    source: tuple[Handle, Tensor, int]
+    def __init__(self, rows: Any, values: Tensor) -> None:
+        self.rows, self.values, self.version = rows, values, rows.table.version
+
+    def refresh(self) -> None:
+        """Show the rows of now, if the table has changed."""
+        if self.rows is not None and self.rows.table.writable and self.version != self.rows.table.version:
+            with torch.no_grad():
+                self.values.copy_(self.rows.whole()[: len(self.values)])
+            self.version = self.rows.table.version
+
+    def write_back(self) -> None:
+        """Write the copy to the table."""
+        if self.rows is not None:
+            self.rows.store(self.values)
+            self.version = self.rows.table.version
+
+    def detach_from_table(self, kept: Tensor) -> None:
+        """Stay as it is: the table gets other rows, and had `kept`."""
+        self.refresh()
+        self.rows = None
+
+
+class CopiedRows(Tensor):
+    """A view of a copy of rows of a table: shows them as they are now, and what is written to it is written back."""
+
+    source: _Copy
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return _call_with_copies(func, args, kwargs or {})
-
-    def write_back(self) -> None:
-        """Write the copy to the table, unless the table has changed since it was made."""
-        handle, values, version = self.source
-        if version != handle.table.version:
-            raise InvalidValueError(
-                f"these are rows of {handle} as they were before the table changed, so they cannot be written back; write to "
-                "the weight itself (emb.weight.data[i] = rows) or to the table (emb.table[ids] = rows)"
-            )
-        handle.store(values)
-        self.source = handle, values, handle.table.version
 
 
 @uncompiled
@@ -184,32 +199,36 @@ def _call_with_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
     def plain(tensor: CopiedRows) -> Tensor:
         with as_tensor():
+            tensor.source.refresh()
             copies.append((tensor, tensor._version, tensor.as_subclass(Tensor)))
             return copies[-1][2]
 
     args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs))
     for tensor, _, values in copies:
-        table = tensor.source[0].table
-        if not table.writable and _writes_to(values, func, args, kwargs):
-            table.check_writable()
+        rows = tensor.source.rows
+        if rows is not None and not rows.table.writable and _writes_to(values, func, args, kwargs):
+            rows.table.check_writable()
     result = func(*args, **kwargs)
     with as_tensor():
         for tensor, version, values in copies:
             if tensor._version != version or _writes_to(values, func, args, kwargs):
-                tensor.write_back()
+                tensor.source.write_back()
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
     return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _, _ in copies]), result)
 
 
-def _writing_back(tensor: Any, sources: list[tuple[Any, Tensor, int]]) -> Any:
+def _writing_back(tensor: Any, sources: list[_Copy]) -> Any:
     """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table, or of rows that are only read."""
-    if type(tensor) is Tensor and not tensor.requires_grad and tensor._is_view():
-        for handle, values, version in sources:
-            aliased = handle.aliased and handle.table.writable
-            if not aliased and tensor._base is (values._base if values._is_view() else values):
+    if type(tensor) is Tensor and not tensor.requires_grad and tensor.layout == torch.strided:
+        for source in sources:
+            rows = source.rows
+            aliased = rows is not None and rows.aliased and rows.table.writable
+            if not aliased and _is_alias_of(tensor, source.values):
                 view = tensor.as_subclass(CopiedRows)
-                view.source = handle, values, version
+                view.source = source
+                if rows is not None:
+                    rows.track_alias(source)
                 return view
     return tensor
 
@@ -340,7 +359,7 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
     if isinstance(result, np.ndarray) and not writable:
         # An array over a copy: writes to it would not reach the table. Or over rows that are only read.
         result.flags.writeable = False
-    sources = [(handle, values, handle.table.version) for _, values, handle, _ in given.values()]
+    sources = [_Copy(handle, values) for _, values, handle, _ in given.values()]
 
     # A function that returned its argument returns the weight; views of a copy write back to the table.
     def returned(tensor: Tensor) -> Any:
@@ -355,7 +374,7 @@ def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any
     result = func(values, *args)
     if values._version != version:
         rows.store(values)
-    return weight if result is values else _writing_back(result, [(rows, values, rows.table.version)])
+    return weight if result is values else _writing_back(result, [_Copy(rows, values)])
 
 
 def _attribute(name: str) -> property:

@@ -41,6 +41,15 @@ class _SomeRows:
     def table(self) -> Table:
         return self.handle.table
 
+    def whole(self) -> Tensor:
+        """Return the rows, ``(n, dim)``, with all steps so far."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.handle.rows.read(self.ids)["weight"]
+
+    def track_alias(self, alias: Any) -> Any:
+        """Remember a copy of the rows, as `Views.track_alias`."""
+        return self.handle.track_alias(alias)
+
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
         self.handle.rows.catch_up(self.ids)
@@ -129,10 +138,8 @@ def _without_gradients(
     if isinstance(weight, WeightData):
         # As where it is a tensor over the table: the same bits.
         handle.rows.catch_up()
-    ids = ids.to(handle.table.device)
-    with torch.inference_mode(False), torch.no_grad():
-        values = handle.rows.read(ids)["weight"]
-    return with_copy(func, weight, _SomeRows(handle, ids), values, within)
+    rows = _SomeRows(handle, ids.to(handle.table.device))
+    return with_copy(func, weight, rows, rows.whole(), within)
 
 
 def _rows_at(weight: Any, index: Any) -> Any:

@@ -431,7 +431,7 @@ class PendingGradient:
             self.set_gradient(ids, self.grad[ids])
         self.touched = None
         handle.views.exposed, exposed = False, handle.views.exposed
-        exposed = exposed or any(reference() is not None for reference in handle.views.aliases)
+        exposed = exposed or (handle.rows.table.open_views.made and handle.rows.table.has_views)
         rows, handle.views.exposed_rows = handle.views.exposed_rows, []
         exposed = exposed or any(map(self.is_active, rows))
         # Rows that another graph, or none, has read may have changed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -17,6 +18,9 @@ from speedtransfer.optim.fused_step import FusedStep, make_step, plan_step
 from speedtransfer.optim.pending import PendingGradient
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.state import MadeStep, RowState
+
+# From how many bytes on a table takes so long to be brought up to date that people should know why.
+_LARGE = 1 << 26
 
 
 class Step:
@@ -123,11 +127,28 @@ class Step:
                 raise
             if handle.rows.lag is not None and handle.rows.lag.is_long:
                 handle.rows.catch_up()
+            if handle.rows.table.open_views.made:
+                self._show_rows()
             if not handle.owners.is_alone:
                 handle.owners.steps += 1
                 handle.owners.after_step()
             if handle.id_space.come_and_go:
                 handle.id_space.count_step(late)
+
+    def _show_rows(self) -> None:
+        """Write what rows have missed, and what a cache has of them, to where somebody may look."""
+        rows = self._handle().rows
+        # Not by processes together, each of which would have to.
+        if not rows.table.has_views or rows.own is not None or is_capturing():
+            return
+        if rows.lag and rows.table.nbytes > _LARGE:
+            warnings.warn(
+                f"a tensor over all rows of {self._handle()} is kept (weight.data, state_dict(), numpy()), so that every step "
+                f"brings them all up to date, {rows.table.nbytes:,} bytes; drop it, or keep a copy (.clone())",
+                stacklevel=3,
+            )
+        rows.catch_up()
+        rows.table.wait()
 
     def _make_fused_step(self, state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> None:
         handle, pending = self._handle(), self.pending

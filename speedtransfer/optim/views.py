@@ -130,7 +130,7 @@ class Views:
         if ids is not None and handle.aliased:
             handle.rows.catch_up(ids.to(handle.table.device))
             handle.table.wait()
-            return handle.table.stored("weight").detach()
+            return handle.table.view("weight")
         copied = not handle.rows.is_viewable("weight")
         values = handle.rows.whole("weight").detach()
         # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.

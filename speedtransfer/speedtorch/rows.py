@@ -48,7 +48,7 @@ class Rows:
         self.table = table
         self.columns = dict(columns)
         self.path = path or table.path
-        self._planes = {name: table.plane(name) for name in columns}
+        self._planes = {name: table.stored(name) for name in columns}
         self._lent = False
         self._array: Any = None
 

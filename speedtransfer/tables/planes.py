@@ -25,6 +25,7 @@ from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
+from speedtransfer.tables.open_views import OpenViews
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
@@ -73,6 +74,7 @@ class Planes:
         self.watched = False
         # What another thread reads as it was, while that goes on.
         self._snapshot: Snapshot | None = None
+        self.open_views = OpenViews()
         # Set once there is an array over the memory: writes to it cannot be detected.
         self._viewed = False
         # Set once a write was captured in a CUDA graph, whose replays the host does not see: what these use must stay.
@@ -418,9 +420,9 @@ class Planes:
         if self._catch_up is not None:
             self._catch_up(None)
         self.wait()
-        plane = self._planes[self._check_plane(name)]
         if name not in self._place.in_parts:
-            return plane
+            return self.view(name)
+        plane = self._planes[name]
         check_room(plane.nbytes, f"all rows of plane {name!r}")
         return self._place.in_parts[name].rows(0, len(plane))
 
@@ -430,6 +432,15 @@ class Planes:
         Of rows that lie in several tensors of files it is a placeholder, on the meta device.
         """
         return self._planes[self._check_plane(name)]
+
+    def view(self, name: str) -> Tensor:
+        """Return what `stored` does, to somebody who may keep it; as long as it is kept `has_views`."""
+        return self.open_views.of(name, self.stored(name))
+
+    @property
+    def has_views(self) -> bool:
+        """Whether somebody has a tensor over the memory, which shows rows as they are stored."""
+        return self.open_views.exist(self._planes)
 
     def chunk(self, name: str, rows: slice) -> Tensor:
         """Return the rows ``rows.start`` to ``rows.stop`` of a plane: a view, or a copy as by `plane`, which always fits."""
@@ -479,7 +490,8 @@ class Planes:
         self._release(old)
         self._outlive(old)
         self._place.adopt(values)
-        self._planes = {**self._planes, name: wait_until_filled(values)}
+        values = self.open_views.over_given(name, wait_until_filled(values))
+        self._planes = {**self._planes, name: values}
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 
     def wait(self) -> None:

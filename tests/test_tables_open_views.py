@@ -1,0 +1,179 @@
+"""Tensors over all rows of a weight, and what was made of them, kept over steps: they show and write rows as in torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lazy_oracle import Twins, exact
+from optimizer_cases import case_named
+from torch import Tensor, nn
+
+import speedtransfer as st
+from speedtransfer.optim import stepping
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "data": lambda emb: emb.weight.data,
+    "state dict": lambda emb: emb.state_dict()["weight"],
+    "rows": lambda emb: emb.weight.data[3:9],
+    "a row": lambda emb: emb.weight.detach()[3],
+    "transposed": lambda emb: emb.weight.detach().t(),
+    "of its own": lambda emb: emb.weight.data.view(-1).detach().data,
+    "numpy": lambda emb: emb.weight.detach().numpy(),
+    "no gradients": torch.no_grad()(lambda emb: emb.weight[7:9]),
+}
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "read": lambda kept, emb: torch.as_tensor(kept).norm(),
+    "write": lambda kept, emb: torch.as_tensor(kept).mul_(0.5).sum(),
+    "write a part": lambda kept, emb: torch.as_tensor(kept)[0].fill_(2.0).sum(),
+    "assign": lambda kept, emb: (
+        setattr(emb.weight, "data", torch.ones_like(emb.weight)),
+        torch.as_tensor(kept).norm(),
+    )[1],
+}
+PLACES: dict[str, dict[str, Any]] = {"host": {}, "cache": {"cache_rows": 8}, "rows": {"layout": "rows"}}
+
+
+def trained(name: str = "adamw", **options: Any) -> Twins:
+    twins = exact(case_named(name), torch.float64, **options)
+    twins.train(twins.batches(4))
+    return twins
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("place", PLACES)
+def test_as_in_torch(place: str, kept: str, use: str) -> None:
+    if place == "cache" and (kept == "numpy" or (kept == "state dict" and use == "assign")):
+        pytest.skip("a copy, and memory that others have: docs/limits.md")
+    twins = trained(**PLACES[place])
+    views = [KEPT[kept](module) for module in twins.modules]
+    twins.train(twins.batches(6, seed=1))
+    use_it = torch.no_grad()(USES[use])
+    used = use_it(views[0], twins.ours)
+    assert torch.allclose(used, use_it(views[1], twins.dense), rtol=1e-9)
+    twins.train(twins.batches(6, seed=2))
+    shown = [torch.no_grad()(torch.norm)(torch.as_tensor(view)) for view in views]
+    assert torch.allclose(*shown, rtol=1e-9)
+    twins.assert_same(1e-9)
+
+
+@pytest.mark.parametrize("name", ["adamax", "sgd-momentum", "adam-weight-decay"])
+def test_memory_that_was_assigned(name: str) -> None:
+    """It is the caller's too, who may look at it, or write to it."""
+    twins = trained(name)
+    given = [torch.linspace(-1, 1, 480, dtype=torch.float64).view(60, 8) for _ in "12"]
+    for module, values in zip(twins.modules, given, strict=True):
+        module.weight.data = values
+    twins.train(twins.batches(6, seed=1))
+    assert torch.allclose(*given, rtol=1e-9)
+    for values in given:
+        values.mul_(0.5)
+    twins.train(twins.batches(6, seed=2))
+    assert torch.allclose(*given, rtol=1e-9)
+    twins.assert_same(1e-9)
+
+
+def test_rows_of_the_state() -> None:
+    twins = trained()
+    views = [
+        optimizer.state[m.weight]["exp_avg"][3:9] for m, optimizer in zip(twins.modules, twins.optimizers, strict=True)
+    ]
+    twins.train(twins.batches(6, seed=1))
+    assert torch.allclose(*views, rtol=1e-9)
+    for view in views:
+        view.zero_()
+    twins.train(twins.batches(6, seed=2))
+    twins.assert_same(1e-9)
+
+
+def test_an_array_of_a_tensor_is_written_between_backward_and_step() -> None:
+    twins = trained()
+    arrays = [module.weight.detach().numpy() for module in twins.modules]
+    for ids, target in twins.batches(6, seed=1):
+        twins.zero_grad()
+        twins.backward(ids, target)
+        for array in arrays:
+            array *= 0.9
+        twins.step()
+    twins.assert_same(1e-9)
+
+
+def test_copies_of_rows_in_fewer_bits() -> None:
+    """Views of a copy show the rows of now, and write to them, whatever came between."""
+    emb = st.Embedding(9, 4, storage_dtype=torch.bfloat16)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+    views = [emb.weight.data[2:5], torch.no_grad()(lambda: emb.weight[3])(), emb.weight.data[1]]
+    for _ in range(3):
+        opt.zero_grad()
+        emb(torch.tensor([3, 8])).square().sum().backward()
+        opt.step()
+    assert torch.equal(views[0][1], emb.weight.detach()[3])
+    assert torch.equal(views[1], emb.weight.detach()[3])
+    views[0].fill_(0.5)
+    assert views[1].tolist() == emb.weight.detach()[3].tolist() == [0.5] * 4
+    views[2].fill_(2.0)
+    assert emb.weight.detach()[1:4].mean(1).tolist() == [2.0, 0.5, 0.5]
+    before = views[0].clone()
+    emb.weight.data = torch.zeros(12, 4)
+    assert torch.equal(views[0].clone(), before)
+    views[0].fill_(7.0)
+    assert not emb.weight.any()
+
+
+def test_nothing_of_ours_is_one(tmp_path: Path) -> None:
+    """What we do ourselves, and what people drop, keeps no view: each would make steps slow."""
+    emb = st.Embedding(60, 8)
+    model = nn.Sequential(emb)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        opt.zero_grad()
+        (emb(torch.arange(5)).sum() + emb.weight.square().sum()).backward()
+        opt.step()
+
+    uses: dict[str, Callable[[], Any]] = {
+        "step": step,
+        "state dicts": lambda: (model.state_dict(), opt.state_dict()),
+        "load": lambda: (model.load_state_dict(model.state_dict()), opt.load_state_dict(opt.state_dict())),
+        "save": lambda: st.save_checkpoint(tmp_path / "a", model, opt),
+        "background": lambda: st.save_checkpoint(tmp_path / "b", model, opt, background=True),
+        "restore": lambda: st.load_checkpoint(tmp_path / "a", model, opt),
+        "whole": lambda: float(emb.weight.detach().norm()) + float(opt.state[emb.weight]["exp_avg"].norm()),
+        "normalize": lambda: setattr(emb.weight, "data", nn.functional.normalize(emb.weight.data)),
+        "write": lambda: emb.weight.data.mul_(0.5),
+        "prefetch": lambda: emb(emb.prefetch(torch.arange(3))),
+        "mark": lambda: st.mark(model, opt),
+        "dense": lambda: st.to_dense(model),
+        "table": lambda: (emb.table.torch().sum(), emb.table.save(tmp_path / "t.safetensors")),
+        "init": lambda: nn.init.normal_(emb.weight),
+        "array": lambda: np.asarray(emb.weight.detach()).sum(),
+    }
+    for name, use in uses.items():
+        kept = use()
+        step()
+        if name == "background":
+            kept.wait()
+        kept = None
+        gc.collect()
+        assert not emb.table.has_views, name
+    kept = emb.weight.data
+    assert emb.table.has_views
+    del kept
+    assert not emb.table.has_views
+
+
+def test_a_large_table_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "_LARGE", 1000)
+    emb = st.Embedding(60, 8)
+    opt = torch.optim.AdamW(emb.parameters())
+    kept: Tensor = emb.weight.data
+    emb(torch.arange(5)).sum().backward()
+    with pytest.warns(UserWarning, match=r"a tensor over all rows of weight is kept .* keep a copy \(.clone\(\)\)"):
+        opt.step()
+    assert len(kept) == 60
