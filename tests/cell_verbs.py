@@ -68,8 +68,8 @@ weight.data.fill_(0.5)
 weight.data.mul_(2)
 weight.data[i] = 7.0
 weight.data[i].mul_(2)
-n = weight.data[i]; w.step(); w.step(); m = n.clone(); n.mul_(2); m  # weight.data[i], kept for two steps
-n = weight.detach(); w.step(); w.step(); n.mul_(2); n.clone()  # weight.detach(), kept for two steps
+n = weight.data[i]; w.step(); m = n.clone(); n.mul_(2); m  # weight.data[i], kept for a step
+n = weight.detach(); w.step(); n.mul_(2); None  # weight.detach(), kept for a step
 weight.data.div_(weight.data.norm(dim=1, keepdim=True) + 1)  # weight.data.div_(rows)
 with torch.no_grad(): weight[i] = 3.0
 with torch.no_grad(): torch._foreach_mul_([weight], 0.5)  # torch._foreach_mul_
