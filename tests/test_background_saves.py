@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ import speedtransfer as st
 from speedtransfer import jit
 from speedtransfer.checkpoint import background
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.tables import chunks, snapshots
+from speedtransfer.tables import aside, chunks, snapshots
 
 MORE_FORMS: dict[str, dict[str, Any]] = FORMS | {
     "exact bfloat16": {"storage_dtype": torch.bfloat16, "idle": "exact"},
@@ -140,11 +141,11 @@ class Held:
         when_read(monkeypatch, lambda: self.go.wait(60))
         self.save = st.save_checkpoint(path, net, opt, background=True)
 
-    def makes_wait(self, call: Any) -> bool:
+    def makes_wait(self, call: Any, patience: float = 0.3) -> bool:
         """Tell whether something waits for the end of the save, and let both end."""
         thread = threading.Thread(target=call)
         thread.start()
-        thread.join(0.3)
+        thread.join(patience)
         waits = thread.is_alive()
         self.go.set()
         self.save.wait()
@@ -171,13 +172,41 @@ def test_what_changes_all_rows_waits(name: str, tmp_path: Path, monkeypatch: pyt
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
 
 
-def test_steps_wait_where_there_is_no_room_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("why", ["full", "other needs", "no such call"])
+def test_steps_wait_where_there_is_no_room_aside(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt = trained("exact", tmp_path, "net")
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if why == "full":
+        monkeypatch.setattr(os, "posix_fallocate", full)
+    elif why == "no such call":
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(aside.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
     held = Held(monkeypatch, tmp_path / "saved", net, opt)
     assert held.makes_wait(lambda: [step(net, opt) for _ in range(20)])
     st.load_checkpoint(tmp_path / "saved", net, opt)
     assert contents(net) == contents(trained("exact", tmp_path, "net")[0])
+
+
+@pytest.mark.parametrize("form", few(MORE_FORMS, "exact", "cache", "state in 8 bits"))
+def test_rows_go_to_the_disk_where_memory_is_used_up(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, opt = trained(form, tmp_path, "net")
+    st.save_checkpoint(tmp_path / "stopped", *trained(form, tmp_path, "stopped"))
+    monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
+    monkeypatch.setattr(aside, "_PIECE_BYTES", 1000)
+    held, asked = Held(monkeypatch, tmp_path / "saved", net, opt), list[int]()
+    reserve = aside._File.reserve
+    monkeypatch.setattr(aside._File, "reserve", lambda self, *rows: (asked.append(rows[1]), reserve(self, *rows))[1])
+    assert not held.makes_wait(lambda: [step(net, opt) for _ in range(20)], 20)
+    assert len(set(asked)) > 1
+    assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
+    assert {path.name.split(".")[0] for path in tmp_path.iterdir()} <= {"saved", "stopped", "net"}
 
 
 def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

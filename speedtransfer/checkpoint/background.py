@@ -24,9 +24,10 @@ from speedtransfer.idle import Lag
 from speedtransfer.jit import on_this_thread
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
+from speedtransfer.tables.aside import Scratch
 from speedtransfer.tables.snapshots import Snapshot
 
-# So much of a table may be copied aside for the time of a save: a part of it, and something of a small one.
+# So much of a table may be copied aside in memory for the time of a save: a part of it, and something of a small one.
 _ASIDE_PART, _ASIDE_BYTES = 8, 1 << 30
 # Where steps take all cores they have them first; ``bench/experiments/saves.py`` measures both.
 _NICE = 10
@@ -35,7 +36,8 @@ _NICE = 10
 class SnapshotRows(StoredRows):
     """Rows for a plan that is written later: those of now, as of the first time that a plane of their table is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Scratch | None) -> None:
+        self.scratch = scratch
         self._snapshots: list[Snapshot] = []
         self._memory = dict[str, Tensor]()
         self._frozen: dict[Rows, Rows] = {}
@@ -92,7 +94,7 @@ class SnapshotRows(StoredRows):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
-        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES), self._memory)
+        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES), self._memory, self.scratch)
         self._snapshots.append(frozen.table)
         self._frozen[rows] = frozen
         return frozen

@@ -19,6 +19,7 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError, format_bytes
 from speedtransfer.system import create_file
+from speedtransfer.tables.aside import Scratch
 
 try:
     import fcntl
@@ -118,6 +119,11 @@ class Folder:
                 f"a checkpoint at {str(self)!r} needs {format_bytes(need_bytes)} but {format_bytes(free)} are free; free "
                 "some space or choose another path (an older checkpoint stays until the new one is whole)"
             )
+
+    def scratch(self) -> Scratch:
+        """Return where there may be files for a while, on the same disk."""
+        path = self.path.absolute()
+        return Scratch(next(each for each in (path, *path.parents) if each.is_dir()))
 
     def check_sees(self, name: str) -> None:
         """Raise `StorageError` unless the file that rank 0 has made is there in this process too."""

@@ -65,9 +65,10 @@ def save_checkpoint(
         A bar on standard error. Default: on a terminal, if it takes more than a second, and not in the background.
     background : bool
         Return at once, and write while training goes on: what is saved is what there was when this was called, to the bit.
-        Rows that a step is about to write are copied aside first, at most an eighth of the table or 1 GB; then steps wait
-        for the end of the save, as do growth and whatever changes all rows at once. The rest of the model and the state of
-        other objects are copied at once. Tables of one process only. A later save to the same path waits for this one.
+        Rows that a step is about to write are copied aside first: in memory, at most an eighth of the table or 1 GB, and then
+        in a file beside the checkpoint. Where the disk has no room for that steps wait for the end of the save, as do growth
+        and whatever changes all rows at once. The rest of the model and the state of other objects are copied at once. Tables
+        of one process only. A later save to the same path waits for this one.
     **objects : object
         Anything with ``state_dict()`` and ``load_state_dict()`` (``scheduler=``, ``scaler=``, ``sampler=``, more optimizers),
         or a generator of torch or NumPy. None is as if it was not there.
@@ -101,7 +102,7 @@ def save_checkpoint(
     processes.prepare()
     processes.gather_ids()
     with contextlib.ExitStack() as until_saved:
-        rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
+        rows = until_saved.enter_context(SnapshotRows(place.scratch())) if background else StoredRows()
         with processes.together():
             plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
             processes.release()
@@ -113,6 +114,8 @@ def save_checkpoint(
             plan.write(progress)
             return None
         place.check_room(need)
+        if rows.scratch is not None:
+            rows.scratch.leaves = need
         for tensors in plans.values():
             tensors.copy()
         closing = until_saved.pop_all()

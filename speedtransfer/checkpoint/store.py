@@ -113,6 +113,9 @@ class Store:
     def check_room(self, need_bytes: int) -> None:
         """Do nothing: a store says when it is full."""
 
+    def scratch(self) -> None:
+        """Return None: there are no other files than those of a checkpoint."""
+
     def check_sees(self, name: str) -> None:
         """Do nothing: `commit` looks whether all files are there, which are not before they are whole."""
 

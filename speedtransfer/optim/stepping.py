@@ -19,7 +19,7 @@ from speedtransfer.optim.pending import PendingGradient
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.state import MadeStep, RowState
 
-# From how many bytes on a table takes so long to be brought up to date that people should know why.
+# From how many bytes on all idle rows of a table take so long to catch up that people should know why.
 _LARGE = 1 << 26
 
 
@@ -144,7 +144,7 @@ class Step:
         if rows.lag and rows.table.nbytes > _LARGE:
             warnings.warn(
                 f"a tensor over all rows of {self._handle()} is kept (weight.data, state_dict(), numpy()), so that every step "
-                f"brings them all up to date, {rows.table.nbytes:,} bytes; drop it, or keep a copy (.clone())",
+                f"moves all {rows.table.nbytes:,} bytes; drop it, or keep a copy (.clone())",
                 stacklevel=3,
             )
         rows.catch_up()

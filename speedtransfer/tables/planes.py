@@ -23,6 +23,7 @@ from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEng
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables import stats
+from speedtransfer.tables.aside import Scratch
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.open_views import OpenViews
@@ -288,7 +289,7 @@ class Planes:
         if self._snapshot is not None:
             self._snapshot.discount(before, self.version, count)
 
-    def snapshot(self, most_bytes: int, memory: dict[str, Tensor]) -> Snapshot:
+    def snapshot(self, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None) -> Snapshot:
         """Return what reads all rows as they are now, until it is closed, while they are written.
 
         `most_bytes`: how much may be copied aside for it. `memory`: what it reads into, by plane. There is one at a time; the
@@ -297,7 +298,7 @@ class Planes:
         self.end_snapshot()
         self.wait()
         with self._turn:
-            self._snapshot = Snapshot(self, most_bytes, memory)
+            self._snapshot = Snapshot(self, most_bytes, memory, scratch)
             self.watched = True
         return self._snapshot
 

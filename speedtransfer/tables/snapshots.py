@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import StorageError
+from speedtransfer.tables.aside import Aside, Scratch, as_rows
 from speedtransfer.tables.unique import NOTHING, Known
 
 # Longer than the rows of a step take to be written.
@@ -23,35 +24,31 @@ class Snapshot:
     """What a table held when this was made; `Planes.snapshot` makes it, `close` ends it.
 
     A row is copied aside before it is written for the first time. No lock is needed to read: whoever reads takes what is in
-    the table first, and what has been copied aside, if anything, instead of it. Where there is no room aside any more the
-    write waits for the end, as do changes of a plane as a whole.
+    the table first, and what has been copied aside, if anything, instead of it. Where there is no room aside any more, nor
+    on the disk, the write waits for the end, as do changes of a plane as a whole.
 
     Parameters
     ----------
     table : Table
     most_bytes : int
-        How much may be copied aside.
+        How much memory may be taken by what is copied aside.
     memory : dict of str to Tensor
         What rows of each plane are read into, one read after the other: others on the same thread may share it.
+    scratch : Scratch, optional
+        Where rows are copied to that have no room in memory.
     """
 
     # As `Table.writable`.
     writable = True
 
-    def __init__(self, table: Any, most_bytes: int, memory: dict[str, Tensor]) -> None:
+    def __init__(self, table: Any, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None) -> None:
         self._table, self.device, self._memory = table, table.device, memory
         self._planes, self._version = dict(table._planes), table.version
-        row_bytes = sum(plane.shape[1] * plane.element_size() for plane in self._planes.values())
-        self._room = min(table.num_rows, most_bytes // max(row_bytes, 1))
-        # Memory that nobody has written takes none.
-        self._aside = {
-            name: torch.empty((self._room, plane.shape[1]), dtype=plane.dtype, device="cpu")
-            for name, plane in self._planes.items()
-        }
+        self._aside = Aside(self._planes, most_bytes, scratch)
         # Up to which row planes have been read, of those that are read once and in order.
         self._done = dict.fromkeys(self._planes, 0)
         # By row, 1 + its place there; 0: it has not been written.
-        self._places, self._used = np.zeros(table.num_rows, np.int32), 0
+        self._places = np.zeros(table.num_rows, np.int64 if table.num_rows >= 2**30 else np.int32)
         self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
 
     @torch.no_grad()
@@ -66,11 +63,15 @@ class Snapshot:
         # Without the padding, and what has been read of all.
         rows = rows[(rows < len(self._places)) & (rows >= min(self._done.values()))]
         rows = rows[torch.from_numpy(self._places[rows.numpy()] == 0)]
-        first, last = self._used, self._used + len(rows)
-        if last > self._room:
+        if not len(rows):
+            return
+        taken = self._aside.take(len(rows))
+        if taken is None:
             self._read.wait()
-        elif len(rows):
-            stored, aside = [self._planes[n] for n in needed], [self._aside[n][first:last] for n in needed]
+        else:
+            first, parts = taken
+            stored = [self._planes[name] for name in needed]
+            aside = [as_rows(parts[name], self._planes[name]) for name in needed]
             on_device = self.device.type != "cpu"
             out = [torch.empty_like(part, device=self.device) for part in aside] if on_device else aside
             self._table._engine.gather(stored, rows.to(self.device), out)
@@ -78,8 +79,7 @@ class Snapshot:
                 for part, values in zip(aside, out, strict=True):
                     part.copy_(values)
             # Last: from now on they are read there.
-            self._places[rows.numpy()] = np.arange(first + 1, last + 1)
-            self._used = last
+            self._places[rows.numpy()] = np.arange(first + 1, first + 1 + len(rows))
 
     def written(self) -> None:
         """Note that the rows of the last `keep` have been written, and nothing else has changed."""
@@ -120,7 +120,7 @@ class Snapshot:
         places = self._places[at].copy()
         changed = places.nonzero()[0]
         if len(changed):
-            values.numpy()[changed] = self._aside[name].view(torch.uint8).numpy()[places[changed] - 1]
+            values.numpy()[changed] = self._aside.get(name, places[changed] - 1)
         return values.view(self._planes[name].dtype)
 
     def let_go(self) -> None:
