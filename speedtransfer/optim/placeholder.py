@@ -78,7 +78,8 @@ class PlaneView(Tensor):
 
         def decoded(view: PlaneView) -> Tensor:
             rows = view._of[0]()
-            if rows is not None and rows.own is not None:
+            # Copies are made by all of them.
+            if rows is not None and rows.own is not None and func is not Tensor.__deepcopy__:
                 raise OptimizerError(
                     f"state {view._of[1]!r} is in memory that processes share, so that none may read or write it alone; "
                     "st.save_checkpoint saves it"
