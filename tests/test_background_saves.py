@@ -185,7 +185,7 @@ def test_steps_wait_where_there_is_no_room_aside(why: str, tmp_path: Path, monke
     elif why == "no such call":
         monkeypatch.delattr(os, "posix_fallocate")
     else:
-        monkeypatch.setattr(aside.shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+        monkeypatch.setattr(aside, "shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=0)))
     held = Held(monkeypatch, tmp_path / "saved", net, opt)
     assert held.makes_wait(lambda: [step(net, opt) for _ in range(20)])
     st.load_checkpoint(tmp_path / "saved", net, opt)

@@ -63,13 +63,18 @@ def test_as_in_torch(place: str, kept: str, use: str) -> None:
     twins.assert_same(1e-9)
 
 
+@pytest.mark.parametrize("how", ["data", "from_pretrained"])
 @pytest.mark.parametrize("name", ["adamax", "sgd-momentum", "adam-weight-decay"])
-def test_memory_that_was_assigned(name: str) -> None:
-    """It is the caller's too, who may look at it, or write to it."""
+def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
     twins = trained(name)
     given = [torch.linspace(-1, 1, 480, dtype=torch.float64).view(60, 8) for _ in "12"]
-    for module, values in zip(twins.modules, given, strict=True):
-        module.weight.data = values
+    if how == "data":
+        for module, values in zip(twins.modules, given, strict=True):
+            module.weight.data = values
+    else:
+        twins.use(
+            st.Embedding.from_pretrained(given[0], freeze=False), nn.Embedding.from_pretrained(given[1], freeze=False)
+        )
     twins.train(twins.batches(6, seed=1))
     assert torch.allclose(*given, rtol=1e-9)
     for values in given:

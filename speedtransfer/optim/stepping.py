@@ -143,8 +143,8 @@ class Step:
             return
         if rows.lag and rows.table.nbytes > _LARGE:
             warnings.warn(
-                f"a tensor over all rows of {self._handle()} is kept (weight.data, state_dict(), numpy()), so that every step "
-                f"moves all {rows.table.nbytes:,} bytes; drop it, or keep a copy (.clone())",
+                f"a tensor over all rows of {self._handle()} is kept (weight.data, state_dict(), what it was made of): "
+                f"each step moves all {rows.table.nbytes:,} bytes; drop it, or keep a copy (.clone())",
                 stacklevel=3,
             )
         rows.catch_up()

@@ -92,6 +92,7 @@ class Saving(Planes):
 
         With ``copy=False`` a contiguous, writable array in ordinary memory becomes the table itself, where `memory` allows
         that ("pageable", or "auto" without CUDA): training then changes the array, as with ``nn.Embedding.from_pretrained``.
+        As long as a tensor is kept that it was made of, each step catches up all idle rows; one of NumPy has them as stored.
         With `cache_rows` or `max_rows` it is copied.
         """
         tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
@@ -108,7 +109,9 @@ class Saving(Planes):
         ordinary = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_inference()
         if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
             place.adopt(tensor)
-            return cls.__new__(cls)._adopt(place, tensor)
+            made = cls.__new__(cls)._adopt(place, tensor)
+            made._planes = {"weight": made.open_views.over_given("weight", tensor)}
+            return made
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 
     @classmethod
