@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 # How much of a file is reserved at once, at least.
@@ -107,8 +106,3 @@ class _File:
     def reserve(self, start: int, stop: int) -> None:
         """Have room on the disk for some rows: a write to memory that has none ends the process."""
         os.posix_fallocate(self._file.fileno(), start * self._width, (stop - start) * self._width)
-
-
-def as_rows(part: np.ndarray, plane: Tensor) -> Tensor:
-    """Return bytes, ``(n, width)``, as rows of `plane`."""
-    return torch.from_numpy(part).view(plane.dtype)

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
+
+
+class _Made(NamedTuple):
+    """A storage over the memory of a plane, at an address: of views; or of whoever gave that memory, which the plane keeps."""
+
+    name: str
+    address: int
+    storage: StorageWeakRef
+    is_given: bool
+
+    def is_seen(self) -> bool:
+        """Tell whether anybody but a plane has a tensor in it."""
+        if self.storage.expired():
+            return False
+        return not self.is_given or _num_holders is None or _num_holders(self.storage.cdata) > _ours()
 
 
 class OpenViews:
@@ -18,57 +34,46 @@ class OpenViews:
     """
 
     def __init__(self) -> None:
-        # The name of a plane, the address of its memory, and a storage over it: of views, whose it is alone, or of the caller
-        # whose memory it was, which the plane keeps too.
-        self.made = list[tuple[str, int, StorageWeakRef | int]]()
+        self.made = list[_Made]()
 
     def of(self, name: str, plane: Tensor) -> Tensor:
         """Return a view of the whole of a plane; it counts changes together with the plane."""
         if plane.is_meta or not plane.numel():
             return plane
         with torch.inference_mode(False), torch.no_grad():
-            return _with_storage(plane, self._known(name, plane) or self._new(name, plane))
-
-    def _known(self, name: str, plane: Tensor) -> UntypedStorage | None:
-        """Return the storage of views that are alive, so that tensors over one plane have one storage."""
-        for other, address, storage in self.made:
-            if other == name and address == plane.data_ptr() and isinstance(storage, StorageWeakRef):
-                # None where the last of them is gone.
-                alive = UntypedStorage._new_with_weak_ptr(storage.cdata)
-                if alive is not None and alive.nbytes() == plane.untyped_storage().nbytes():
-                    return alive
-        return None
-
-    def _new(self, name: str, plane: Tensor) -> UntypedStorage:
-        storage = _another_over(plane)
-        self.made.append((name, plane.data_ptr(), StorageWeakRef(storage)))
-        return storage
+            storage = self._known(name, plane)
+            if storage is None:
+                storage = _another_over(plane)
+                self._note(_Made(name, plane.data_ptr(), StorageWeakRef(storage), False))
+            return _with_storage(plane, storage)
 
     def over_given(self, name: str, values: Tensor) -> Tensor:
         """Return a plane over the memory of `values`; who has that memory has views of the plane."""
         if not values.numel():
             return values
-        self.made.append((name, values.data_ptr(), values.untyped_storage()._cdata))
+        self._note(_Made(name, values.data_ptr(), StorageWeakRef(values.untyped_storage()), True))
         with torch.no_grad():
             return _with_storage(values, _another_over(values))
 
     def exist(self, planes: Mapping[str, Tensor]) -> bool:
         """Tell whether there are any, of `planes` where these are now."""
+        # Nobody gets at a storage any more that nobody has.
+        self.made = [made for made in self.made if made.is_seen()]
+        return any(made.name in planes and planes[made.name].data_ptr() == made.address for made in self.made)
 
-        def alive(name: str, address: int, storage: StorageWeakRef | int) -> bool:
-            if isinstance(storage, StorageWeakRef):
-                return not storage.expired()
-            return name in planes and planes[name].data_ptr() == address
+    def _known(self, name: str, plane: Tensor) -> UntypedStorage | None:
+        """Return the storage of views that are alive, so that tensors over one plane have one storage."""
+        for made in self.made:
+            if made.name == name and made.address == plane.data_ptr() and not made.is_given:
+                # None where the last of them is gone.
+                alive = UntypedStorage._new_with_weak_ptr(made.storage.cdata)
+                # A plane may have grown where it is.
+                if alive is not None and alive.nbytes() == plane.untyped_storage().nbytes():
+                    return alive
+        return None
 
-        self.made = [each for each in self.made if alive(*each)]
-        return any(
-            name in planes and planes[name].data_ptr() == address and _is_seen(storage)
-            for name, address, storage in self.made
-        )
-
-
-def _is_seen(storage: StorageWeakRef | int) -> bool:
-    return isinstance(storage, StorageWeakRef) or _num_holders is None or _num_holders(storage) > _ours()
+    def _note(self, made: _Made) -> None:
+        self.made = [*(other for other in self.made if not other.storage.expired()), made]
 
 
 def _another_over(tensor: Tensor) -> UntypedStorage:
@@ -93,10 +98,9 @@ _num_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Coun
 @functools.cache
 def _ours() -> int:
     """Return how many hold a storage that nobody else has: a plane, and what Python has made of it."""
+    assert _num_holders is not None
     views, memory = OpenViews(), torch.empty(1, device="cpu")
     plane = views.over_given("", memory)
-    storage = views.made[0][2]
     del memory
     assert len(plane)
-    assert isinstance(storage, int)
-    return _num_holders(storage) if _num_holders is not None else 0
+    return _num_holders(views.made[0].storage.cdata)

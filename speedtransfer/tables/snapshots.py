@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import StorageError
-from speedtransfer.tables.aside import Aside, Scratch, as_rows
+from speedtransfer.tables.aside import Aside, Scratch
 from speedtransfer.tables.unique import NOTHING, Known
 
 # Longer than the rows of a step take to be written.
@@ -71,7 +71,7 @@ class Snapshot:
         else:
             first, parts = taken
             stored = [self._planes[name] for name in needed]
-            aside = [as_rows(parts[name], self._planes[name]) for name in needed]
+            aside = [torch.from_numpy(parts[name]).view(self._planes[name].dtype) for name in needed]
             on_device = self.device.type != "cpu"
             out = [torch.empty_like(part, device=self.device) for part in aside] if on_device else aside
             self._table._engine.gather(stored, rows.to(self.device), out)
