@@ -132,36 +132,49 @@ def _meet_noise(
     return loss
 
 
+def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any, np.ndarray]:
+    """Return the arrays that `train` works in: numbers of the dtype, places, and what the predictions of each word count.
+
+    It is not compiled: that would take some seconds, and save microseconds.
+    """
+    most_near, most_pairs = WIDTH + 2 * places.reach, WIDTH * (2 * places.reach + 1)
+    nearby = zero_rows(most_near, dim, dtype)  # the vectors of words
+    vectors = zero_rows(WIDTH, dim, dtype) if cbow else nearby[:WIDTH]  # what predicts
+    moves, move, by_column = (zero_rows(*shape, dtype) for shape in ((WIDTH, dim), (1, dim), (dim, WIDTH)))
+    noise = zero_rows(-(-places.draws.shape[1] // 4) * 4, dim, dtype)
+    noise_slopes, noise_weights = zero_rows(len(noise), WIDTH, dtype), zero_rows(1, WIDTH, dtype)
+    slopes, shares, weights = (zero_rows(1, most_pairs, dtype) for _ in range(3))
+    weights[:] = 1  # CBOW predicts one word from all of a window: it counts once
+    pair_weights = zero_rows(1, most_pairs, dtype) if cbow else weights
+    near_slopes = np.ones((1, most_near * WIDTH), dtype)
+    counts, near_sizes = np.zeros(WIDTH, np.int64), np.zeros(most_near, np.int64)  # predictions of each word
+    predicted, predicting, pair_near, pair_slots = np.zeros((4, most_pairs), np.int64)
+    near_words = np.zeros(most_near * WIDTH, np.int64)
+    return (
+        (nearby, vectors, moves, move, by_column, noise, noise_slopes, noise_weights, slopes, shares, weights, pair_weights,
+         near_slopes),
+        (counts, near_sizes, predicted, predicting, pair_near, pair_slots, near_words),
+        np.zeros(WIDTH),
+    )  # fmt: skip
+
+
 @compile_loops
 def train(
     center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
-    before: np.ndarray, after: np.ndarray, draws: np.ndarray, dim: int, most_words: int, window: int, negatives: int,
-    rate: Any, cbow: bool, with_loss: bool
+    before: np.ndarray, after: np.ndarray, draws: np.ndarray, most_words: int, reach: int, window: int, negatives: int,
+    rate: Any, cbow: bool, with_loss: bool, scratch: Any
 ) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
-    Both, (u, width) and (v, width), are float32 or float64, as `rate` is; width is `dim` or more, a multiple of `WIDTH`,
-    with zeros from `dim` on. It is fastest where each row begins where a line of the cache does. `most_words` are trained at
-    once, `WIDTH` at most; the others are as in `Places` and `block_gradients`.
+    Both, (u, width) and (v, width), are float32 or float64, as `rate` is; width is a multiple of `WIDTH`, with zeros from the
+    dimension of the vectors on. It is fastest where each row begins where a line of the cache does. `most_words` are trained
+    at once, `WIDTH` at most; the others are as in `Places` and `block_gradients`.
     """
-    count, num_draws, dtype, loss = len(contexts), draws.shape[1], center_rows.dtype, 0.0
-    reach = max(before.max(), after.max()) if count else 0
-    most_near, most_pairs = WIDTH + 2 * reach, WIDTH * (2 * reach + 1)
-
-    nearby = zero_rows(most_near, dim, dtype)  # the vectors of words
-    vectors = zero_rows(WIDTH, dim, dtype) if cbow else nearby[:WIDTH]  # what predicts
-    moves, move, by_column = zero_rows(WIDTH, dim, dtype), zero_rows(1, dim, dtype), zero_rows(dim, WIDTH, dtype)
-    noise = zero_rows(-(-num_draws // 4) * 4, dim, dtype)
-    noise_slopes, noise_weights = zero_rows(len(noise), WIDTH, dtype), zero_rows(1, WIDTH, dtype)
-    slopes, shares = zero_rows(1, most_pairs, dtype), zero_rows(1, most_pairs, dtype)
-    predicted, pair_near = np.zeros(most_pairs, dtype=np.int64), np.zeros(most_pairs, dtype=np.int64)
-    predicting, pair_slots = np.zeros(most_pairs, dtype=np.int64), np.zeros(most_pairs, dtype=np.int64)
-    weights = zero_rows(1, most_pairs, dtype)
-    weights[:] = 1  # CBOW predicts one word from all of a window: it counts once
-    pair_weights = zero_rows(1, most_pairs, dtype) if cbow else weights
-    counts, served = np.zeros(WIDTH, dtype=np.int64), np.zeros(WIDTH)  # predictions of each word, and what they count
-    near_words, near_sizes = np.zeros(most_near * WIDTH, dtype=np.int64), np.zeros(most_near, dtype=np.int64)
-    near_slopes = np.ones((1, most_near * WIDTH), dtype=dtype)
+    numbers, indices, served = scratch
+    nearby, vectors, moves, move, by_column, noise, noise_slopes, noise_weights = numbers[:8]
+    slopes, shares, weights, pair_weights, near_slopes = numbers[8:]
+    counts, near_sizes, predicted, predicting, pair_near, pair_slots, near_words = indices
+    count, num_draws, loss = len(contexts), draws.shape[1], 0.0
 
     for number in range(len(draws)):
         start, stop = number * most_words, min((number + 1) * most_words, count)
@@ -189,7 +202,9 @@ def train(
             n += size
         for t in range(num_draws):
             copy_row(noise, t, context_rows, draws[number, t])
-        noise[num_draws:] = 0
+        for t in range(num_draws, len(noise)):
+            for d in range(noise.shape[1]):
+                noise[t, d] = 0
         words = stop - start
         loss += _predict(counts, words, vectors, context_rows, predicted, weights, slopes, moves, rate, with_loss)
         loss += _meet_noise(
@@ -235,7 +250,9 @@ def gradients(
         copy[:, :dim], copy[:, dim:] = row, 0
     where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
-    loss: float = train(*copies, *numbers, dim, places.span, places.window, negative, typed_rate, cbow, with_loss)
+    scratch = _scratch(places, dim, rows[0].dtype, cbow)
+    sizes = places.span, places.reach, places.window, negative
+    loss: float = train(*copies, *numbers, *sizes, typed_rate, cbow, with_loss, scratch)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))
         set_way(row, copy, typed_rate, ways[-1].numpy())

@@ -191,7 +191,6 @@ def compile_inlined(function: Any) -> Any:
     return compile_loops(function, inline=True)
 
 
-@compile_loops
 def zero_rows(count: int, columns: int, dtype: Any) -> np.ndarray:
     """Return zeros of shape (count, columns rounded up to whole vectors); each row begins where a line of the cache does."""
     columns = -(-columns // WIDTH) * WIDTH
