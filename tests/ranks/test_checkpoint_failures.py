@@ -165,7 +165,7 @@ def test_killed_and_started_anew(lives, two, tmp_path):
     kills = LIVES[lives]
     whole = two(run, tmp_path / "whole", 6)[0]
     for life, kill in enumerate(kills):
-        ends = two.fails(run_life, tmp_path / "point", life, kills, timeout=3)
+        ends = two.fails(run_life, tmp_path / "point", life, kills, timeout=6)
         killed = int(kill[0])
         assert isinstance(ends[killed], DeadRankError)
         assert isinstance(ends[1 - killed], RuntimeError)

@@ -87,7 +87,7 @@ def follow_what_is_there(folder: Path) -> list[Any]:
 )
 def test_killed_and_followed_anew(moment: str, two: Any, tmp_path: Path) -> None:
     (rank, is_there), before = MOMENTS[moment], tmp_path / "base" / "manifest.json"
-    ends = two.fails(save_and_die, tmp_path, moment, timeout=3)
+    ends = two.fails(save_and_die, tmp_path, moment, timeout=6)
     assert isinstance(ends[rank], DeadRankError)
     assert "could not reach the others" in ends[1 - rank]
     assert "\n" not in ends[1 - rank]
