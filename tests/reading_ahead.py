@@ -39,11 +39,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     go_on: Any = threading.Event()
     go_on.begun, fetch = threading.Event(), Rows.fetch
 
-    def held_fetch(rows: Rows, ids: Any, planes: Any = None) -> Any:
+    def held_fetch(rows: Rows, ids: Any, planes: Any = None, *known: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             go_on.begun.set()
             assert go_on.wait(LIMIT_S)
-        return fetch(rows, ids, planes)
+        return fetch(rows, ids, planes, *known)
 
     monkeypatch.setattr(Rows, "fetch", held_fetch)
     yield go_on

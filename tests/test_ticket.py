@@ -299,6 +299,28 @@ def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_
 # --- the numbers, last as reads of its modules may still be under way when it ends -----------------------------------------
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("plane", ["weight", "exp_avg"])
+def test_a_write_to_an_array_over_a_plane(plane, kept):
+    """Between reading ahead and lookup, which no count of changes shows."""
+
+    def train(ask) -> torch.Tensor:
+        emb, ids, array = make(idle="lazy"), torch.arange(8), None
+        optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        take_step(optimizer, emb(ids).square().sum())
+        for _ in range(3):
+            asked = ask(emb, ids)
+            view = emb.weight.detach() if plane == "weight" else optimizer.state[emb.weight][plane]
+            array = view.numpy() if array is None else array
+            array[3] = 7
+            array = array if kept else None
+            del view
+            take_step(optimizer, emb(asked).square().sum())
+        return emb.weight.detach().clone()
+
+    assert torch.equal(train(lambda emb, ids: settled(emb.prefetch(ids))), train(lambda emb, ids: ids))
+
+
 def test_any_sequence_of_calls(monkeypatch):
     run_held(TicketMachine, monkeypatch, max_examples=30)
 

@@ -28,6 +28,7 @@ import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
+from speedtransfer.optim.placeholder import PlaneView
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Known
 
@@ -123,7 +124,9 @@ emb.weight[row] *= 0.5
 emb.weight.data[row].fill_(0.25) if emb._handle.rows.plain else None
 emb.table.torch()[row].fill_(1)
 emb.table.numpy()[row] = 1
-[values[row].mul_(0.5) for values in state if type(values) is torch.Tensor and values.dim() == 2]
+if emb._handle.rows.plain: emb.weight.detach().numpy()[row] = 2
+[values[row].mul_(0.5) for values in state if type(values) is PlaneView]
+[values.numpy().__setitem__(row, 0.5) for values in state if type(values) is PlaneView]
 emb.table.fill_(0.5)
 torch.manual_seed(row); emb.reset_parameters()
 """.strip().splitlines()
@@ -132,7 +135,7 @@ torch.manual_seed(row); emb.reset_parameters()
 @torch.no_grad()
 def written(side: Side, statement: str, row: int) -> None:
     state = list(side.optimizer.state.get(side.emb.weight, {}).values())
-    exec(statement, {"emb": side.emb, "state": state, "row": row, "DIM": DIM, "torch": torch})
+    exec(statement, {"emb": side.emb, "state": state, "row": row, "DIM": DIM, "torch": torch, "PlaneView": PlaneView})
 
 
 class TicketMachine(RuleBasedStateMachine):

@@ -35,11 +35,13 @@ class OpenViews:
 
     def __init__(self) -> None:
         self.made = list[_Made]()
+        self._num_asked = 0
 
     def of(self, name: str, plane: Tensor) -> Tensor:
         """Return a view of the whole of a plane; it counts changes together with the plane."""
         if plane.is_meta or not plane.numel():
             return plane
+        self._num_asked += 1
         with torch.inference_mode(False), torch.no_grad():
             storage = self._known(name, plane)
             if storage is None:
@@ -57,9 +59,19 @@ class OpenViews:
 
     def exist(self, planes: Mapping[str, Tensor]) -> bool:
         """Tell whether there are any, of `planes` where these are now."""
+        return bool(self.made and self._alive(planes))
+
+    def _alive(self, planes: Mapping[str, Tensor]) -> list[_Made]:
         # Nobody gets at a storage any more that nobody has.
         self.made = [made for made in self.made if made.is_seen()]
-        return any(made.name in planes and planes[made.name].data_ptr() == made.address for made in self.made)
+        return [made for made in self.made if made.name in planes and planes[made.name].data_ptr() == made.address]
+
+    def sign(self, planes: Mapping[str, Tensor]) -> int | None:
+        """Return a number that changes when somebody may have written unseen, by an array made of a view; None: at any time.
+
+        Whoever gave the memory of a plane mostly just keeps it, which is no reason not to read ahead.
+        """
+        return None if any(not made.is_given for made in self._alive(planes)) else self._num_asked
 
     def _known(self, name: str, plane: Tensor) -> UntypedStorage | None:
         """Return the storage of views that are alive, so that tensors over one plane have one storage."""

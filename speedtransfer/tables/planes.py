@@ -266,9 +266,7 @@ class Planes:
 
     def watch(self) -> WriteLog:
         """Return a log of the rows that are written from now on, kept as long as there is a reference to it."""
-        log = WriteLog(self._planes, self.version)
-        if self._viewed:
-            log.forget()
+        log = WriteLog(self._planes, self.version, self._sign_of_views())
         with stats.logging:
             self._logs.add(log)
         self.watched = True
@@ -318,7 +316,10 @@ class Planes:
 
     def written_since(self, log: WriteLog) -> list[Write] | None:
         """Return the writes since `log` was made; None: any row may have been written."""
-        return None if self._viewed else log.written(self._planes, self.version)
+        return log.written(self._planes, self.version, self._sign_of_views())
+
+    def _sign_of_views(self) -> int | None:
+        return None if self._viewed else self.open_views.sign(self._planes)
 
     def __len__(self) -> int:
         return self.num_rows

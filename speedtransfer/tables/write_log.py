@@ -35,10 +35,11 @@ class WriteLog:
     changes `Table.version` or the planes themselves, and then nothing is known of the rows.
     """
 
-    __slots__ = ("__weakref__", "_known", "_planes", "_stream", "_version", "_writes")
+    __slots__ = ("__weakref__", "_known", "_planes", "_stream", "_version", "_views", "_writes")
 
-    def __init__(self, planes: Mapping[str, Tensor], version: int) -> None:
-        self._planes, self._version, self._known, self._writes = dict(planes), version, True, list[Write]()
+    def __init__(self, planes: Mapping[str, Tensor], version: int, views: int | None) -> None:
+        self._planes, self._version, self._known = dict(planes), version, views is not None
+        self._writes, self._views = list[Write](), views
         # That the writes of ids on a CUDA device come from, in the order of which they may be read.
         self._stream: int | None = None
 
@@ -73,17 +74,17 @@ class WriteLog:
         self._stream = stream if self._stream is None else self._stream
         return stream != self._stream
 
-    def written(self, planes: Mapping[str, Tensor], version: int) -> list[Write] | None:
+    def written(self, planes: Mapping[str, Tensor], version: int, views: int | None) -> list[Write] | None:
         """Return the writes so far, in their order; None: any row may have been written.
 
         Parameters
         ----------
-        planes, version
-            Those of the table now.
+        planes, version, views
+            Those of the table now; `OpenViews.sign`.
         """
         same = planes.keys() == self._planes.keys() and all(
             planes[name] is plane for name, plane in self._planes.items()
         )
-        if not (self._known and same and version == self._version):
+        if not (self._known and same and version == self._version) or views is None or views != self._views:
             return None
         return None if any(map(self._is_elsewhere, self._writes)) else self._writes
