@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -116,17 +116,9 @@ def apply_delta(
                 raise has_been_applied(delta)
             with manifest.damage_told(path):
                 readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
-                of_ids = [table.handle for table in tables.values() if table.of_ids]
-                read: Any = readers["objects"].whole.read
-                states = {name: decode(delta.content["objects"][name], read) for name in others}
-                rng = decode(delta.content["rng"], read)
-                if 0 < processes.rank <= len(delta.generators):
-                    own = delta.generators[processes.rank - 1]
-                    read = DeltaReader(delta, f"rows-{processes.rank}", tables).read
-                    rng = decode(own["rng"], read)
-                    states |= {n: decode(state, read) for n, state in own["objects"].items() if n in others}
-                check_rng_states(rng)
+                states, rng = _read_objects(delta, readers["objects"].whole, tables, others, processes.rank)
                 ids = {key: state_of_ids(delta, key, t) for key, t in tables.items() if t.of_ids and t.beside}
+                of_ids = [table.handle for table in tables.values() if table.of_ids]
                 saved: list[SavedModel | SavedOptimizer] = [
                     SavedModel(delta.content["model"], model, readers["model"], of_ids)
                 ]
@@ -140,10 +132,7 @@ def apply_delta(
                 for key, table in marked_tables(model, bool(optimizers), by_id).items():
                     check_stored(delta, key, table)
                 for key, table in tables.items():
-                    if table.of_ids:
-                        table.make_room_for(delta.rows[key].ids.numpy(), delta.rows[key].gone.numpy())
-                    elif delta.tables[key].rows > table.count:
-                        table.handle.grow(delta.tables[key].rows)
+                    _make_room(delta, key, table)
             processes.tell_sizes()
             # Rows that have got other ids are not told apart from those of another run.
             torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
@@ -188,6 +177,28 @@ def _check_given(
         and all(table.has_as_many(mark._contents[key]) for key, table in tables.items())
     ):
         raise InvalidValueError("mark is of a model with other tables; pass what st.apply_delta returned for this one")
+
+
+def _read_objects(
+    delta: Delta, whole: Any, tables: dict[str, MarkedTable], names: Collection[str], rank: int
+) -> tuple[dict[str, Any], Any]:
+    """Return the states of the objects `names`, and those of the random number generators of `rank`."""
+    states = {name: decode(delta.content["objects"][name], whole.read) for name in names}
+    rng = decode(delta.content["rng"], whole.read)
+    if 0 < rank <= len(delta.generators):
+        own, read = delta.generators[rank - 1], DeltaReader(delta, f"rows-{rank}", tables).read
+        rng = decode(own["rng"], read)
+        states |= {name: decode(state, read) for name, state in own["objects"].items() if name in names}
+    check_rng_states(rng)
+    return states, rng
+
+
+def _make_room(delta: Delta, key: str, table: MarkedTable) -> None:
+    """Have a table take the rows that came."""
+    if table.of_ids:
+        table.make_room_for(delta.rows[key].ids.numpy(), delta.rows[key].gone.numpy())
+    elif delta.tables[key].rows > table.count:
+        table.handle.grow(delta.tables[key].rows)
 
 
 def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -141,15 +141,7 @@ def save_delta(
         by_row = {name: facts for facts in said.values() for name in facts["planes"].values()}
         # Of ids those that there are.
         set_num_rows(content, {name: of["rows"] for name, of in by_row.items() if of["vocabulary"] is not None})
-        tensors, digests = dict[str, Any](), dict[str, str]()
-        for role, plan in plans.items():
-            in_role = not role.endswith(".reserved")
-            found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
-            tensors |= found
-            digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
-        # Wide dtypes first, so that all are aligned.
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-            written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
+        digests = _add_tensors(written, plans, by_row)
         run, number, follows = since._place
         about = {"run": run, "number": number + 1, "follows": follows, "generators": generators}
         about["processes"] = 0 if processes.is_alone else processes.ranks
@@ -161,6 +153,20 @@ def save_delta(
         # Of the first process: what the others say of their generators is not written.
         place = Place(run, number + 1, next(filter(None, processes.texts(place.name if processes.is_first else ""))))
     return Mark(now, bool(optimizers), place)
+
+
+def _add_tensors(written: list[files.Written], plans: dict[str, TensorPlan], by_row: Collection[str]) -> dict[str, str]:
+    """Add the tensors of all plans to what is written, and return the digests of those that are not `by_row`."""
+    tensors, digests = dict[str, Any](), dict[str, str]()
+    for role, plan in plans.items():
+        in_role = not role.endswith(".reserved")
+        found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
+        tensors |= found
+        digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
+    # Wide dtypes first, so that all are aligned.
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
+    return digests
 
 
 def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> np.ndarray:
