@@ -6,6 +6,7 @@ Weights and state are those of a dense optimizer in float64.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,40 @@ def outcome_of_loading(make: Any, saver: Any, case: str) -> Outcome:
 def test_loaded_state(case: str, saver: Any) -> None:
     """Saved by a dense optimizer, or by one of a table."""
     assert_as(outcome_of_loading(nn.Embedding, nn.Embedding, case), outcome_of_loading(st.Embedding, saver, case))
+
+
+def _clear(module: Any, optimizer: Any) -> None:
+    """Begin again at another rate, and with more state than before, or less."""
+    for changed in ({"lr": 0.05, "amsgrad": True}, {"amsgrad": False}):
+        optimizer.state.clear()
+        optimizer.param_groups[0].update({key: changed[key] for key in changed if key in optimizer.defaults})
+        train(module, optimizer, 4)
+
+
+def _swap(module: Any, optimizer: Any) -> None:
+    """Train with other state meanwhile, and then go on with that of before, of which nobody has made a copy."""
+    kept = optimizer.state_dict()
+    other = copy.deepcopy(kept)
+    for value in other["state"][0].values():
+        value.mul_(0.5 if value.dim() else 1)
+    optimizer.load_state_dict(other)
+    train(module, optimizer, 4)
+    optimizer.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+@pytest.mark.parametrize("way", [_clear, _swap])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Rprop, optim.RMSprop])
+def test_state_is_replaced(kind: Any, way: Any, layout: str) -> None:
+    def outcome(make: Any) -> Outcome:
+        module, optimizer = made(make, kind, {})
+        before = module.weight.detach().clone()
+        train(module, optimizer, 5)
+        way(module, optimizer)
+        train(module, optimizer, 4, seed=2)
+        return module.weight.detach() - before, optimizer.state_dict()["state"][0]
+
+    assert_as(outcome(nn.Embedding), outcome(functools.partial(st.Embedding, layout=layout)))
 
 
 # --- hyperparameters edited between steps while rows are idle -----------------------------------------------------------

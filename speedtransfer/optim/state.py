@@ -196,7 +196,7 @@ class RowState(StatePlanes):
             # The optimizer will make its first state. If there were steps before, its state was cleared.
             if self._views and not self._fresh:
                 self.rows.catch_up()
-                self._reset(list(self._views))
+                self._begin_again(optimizer, group)
         else:
             if not self._is_own(state):
                 found = leaves(state)

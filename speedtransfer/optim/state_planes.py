@@ -130,6 +130,13 @@ class StatePlanes:
         self._remove(names)
         self.add({name: self._specs[name] for name in names})
 
+    def _begin_again(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Have the planes that an optimizer of such a `group` begins with: its hyperparameters may have changed."""
+        specs = probe_optimizer(optimizer, group, self.param, self._from_sparse)
+        self._remove(list(self._views))
+        self._specs.clear()
+        self.add({name: spec for name, spec in specs.items() if not spec.late})
+
     def _adopt(self, found: dict[str, Any], optimizer: Optimizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy loaded state into the planes; return `given`, or nothing if it is out of date."""
         if found.keys() - self._views.keys() - self._shared:
@@ -157,7 +164,8 @@ class StatePlanes:
             self.rows.catch_up()
             given = {}
         if not self._fresh:
-            self._reset([name for name in foreign if name not in loaded or placement is not None])
+            in_sight = {name for name, value in loaded.items() if self._is_in_sight(name, value)}
+            self._reset([n for n in foreign if n not in loaded or placement is not None or n in in_sight])
         if loaded:
             self.rows.table.wait()
         for name, value in loaded.items():
@@ -169,6 +177,15 @@ class StatePlanes:
             if fresh is not None and len(fresh):
                 self._begin_anew(name, fresh)
         return given
+
+    def _is_in_sight(self, name: str, value: Tensor) -> bool:
+        """Tell whether somebody has a view of a plane, say a state dict, which is to keep the state before `value`."""
+        table, plane = self.rows.table, self._planes[name]
+        # Memory that processes share is made by all of them together.
+        if not self.rows.is_viewable(plane) or not table.open_views.made or table.memory == "shared":
+            return False
+        stored = table.stored(plane)
+        return value.data_ptr() != stored.data_ptr() and table.open_views.exist({plane: stored})
 
     def _begin_anew(self, name: str, ids: Tensor) -> None:
         """Give the rows `ids` (n,) their initial state."""
