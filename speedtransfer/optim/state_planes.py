@@ -14,6 +14,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.rows import LAST_STEPS, Rows
 from speedtransfer.tables import row_chunks
 
@@ -139,6 +140,8 @@ class StatePlanes:
 
     def _adopt(self, found: dict[str, Any], optimizer: Optimizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy loaded state into the planes; return `given`, or nothing if it is out of date."""
+        # To take rows of a gradient that somebody has put there would make that of this step dense, under way.
+        found = {name: value.dense() if isinstance(value, RowGradient) else value for name, value in found.items()}
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer, loaded=True)
         missing = [name for name in self._views if name not in found]
