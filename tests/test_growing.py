@@ -205,6 +205,23 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
 
 
+def test_a_file_that_has_come_to_its_place_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "table.npy"
+    table = filled(path)
+    path.rename(tmp_path / "moved.npy")
+    other = filled(path)
+    before, rows = path.read_bytes(), table.torch().clone()
+    with refused(StorageError, "another file by now.*move the file of this table back"):
+        table.grow(10)
+    assert path.read_bytes() == before
+    assert table.torch().equal(rows)
+    other.grow(10)
+    path.unlink()
+    (tmp_path / "moved.npy").rename(path)
+    table.grow(10)
+    assert table.torch()[:5].equal(rows)
+
+
 @SUFFIXES
 def test_other_programs_read_the_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"table{suffix}"

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import take_step
@@ -58,6 +59,14 @@ def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Path) -> None:
     for view in (st.Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack, saved):
         torch.testing.assert_close(view(pair.ours.table), pair.dense.weight.detach(), rtol=0, atol=2e-5)
         pair.train(pair.batches(5, seed=1))
+
+
+def test_other_programs_read_the_file_of_a_table_after_flush(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    pair = exact(case_named("adamw"), memory="mmap", path=path)
+    pair.train(pair.batches(30))
+    pair.ours.table.flush()
+    torch.testing.assert_close(torch.from_numpy(np.load(path)), pair.dense.weight.detach(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("case", "is_beside"), [("adamw", True), ("adagrad", False)])

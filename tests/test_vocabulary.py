@@ -395,6 +395,11 @@ def test_functions_that_change_the_vocabulary_are_refused() -> None:
     assert vocabulary.ids().tolist() == [0, 1]
 
 
+def test_a_vocabulary_without_a_module_has_no_rows_to_update() -> None:
+    with pytest.raises(InvalidValueError, match="has no rows yet"):
+        st.Vocabulary().update([1], torch.zeros(1, 2))
+
+
 @pytest.mark.parametrize("evict", [None, "lru"])
 def test_a_table_that_cannot_grow(evict: Any) -> None:
     module, vocabulary = made(2, max_capacity=100, evict=evict)

@@ -18,6 +18,7 @@ emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weig
 emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
 emb.weight.grad.clone(), emb.weight.grad.detach().cpu().numpy(), emb.weight.grad.tolist(), emb.weight.grad.data[3]
 emb.weight.grad * 2, emb.weight.grad + emb.weight.detach(), emb.weight.grad.flatten(), emb.weight.grad.t() @ emb.weight.grad
+emb.weight.grad.div(0.01, rounding_mode="floor"), emb.weight.grad.div_(torch.tensor(0.01), rounding_mode="trunc")
 F.cosine_similarity(emb.weight.grad, emb.weight.detach()), torch.dot(emb.weight.grad.view(-1), full.view(-1))
 torch.cat([p.grad.flatten() for p in model.parameters()]), [p.grad.norm().item() for p in model.parameters()]
 torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()]).norm()

@@ -244,7 +244,7 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name is aten._foreach_norm and order_of(args, kwargs) > 0:
         return func(tree_map_only(RowGradient, lambda grad: grad.rows, args[0]), *args[1:], **kwargs)
     if not args or not isinstance(args[0], RowGradient):
-        return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
+        return _scaled(func, args, {}) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
         return grad._made(grad.ids, grad.rows, grad.known, grad._changed)
@@ -255,7 +255,7 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:
-        return _scaled(func, args)
+        return _scaled(func, args, kwargs)
     if name in _SUMS and isinstance(rest[0], RowGradient):
         same = rest[0].ids is grad.ids or torch.equal(rest[0].trim().ids, grad.trim().ids)
         if rest[0].shape == grad.shape and same:
@@ -321,7 +321,7 @@ def _keeps_zero(low: Any = None, high: Any = None, **kwargs: Any) -> bool:
     return numbers and (low is None or low <= 0) and (high is None or high >= 0)
 
 
-def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
+def _scaled(func: Any, args: tuple[Any, ...], rounding: dict[str, Any]) -> Any:
     """Multiply or divide by a number, or by a tensor that broadcasts to the shape of the gradient."""
     first, second = args[0], args[1]
     if len(args) > 2 or (isinstance(first, RowGradient) and isinstance(second, RowGradient)):
@@ -341,7 +341,7 @@ def _scaled(func: Any, args: tuple[Any, ...]) -> Any:
                 return NotImplemented
     elif other != other or (other == 0 if func.overloadpacket in _DIVISIONS else math.isinf(other)):
         return NotImplemented
-    result = func(grad.rows, other) if first is grad else func(other, grad.rows)
+    result = func(grad.rows, other, **rounding) if first is grad else func(other, grad.rows)
     return _wrapped(grad, result)
 
 

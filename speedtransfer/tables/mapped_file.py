@@ -47,6 +47,8 @@ class MmapMemory(Memory):
         self._weight_map: np.memmap | None = None
         self._key: str | None = None
         self._lock: WriteLock | None = None
+        # Device and number of the file at `path`: there may be another one by the time it becomes longer.
+        self._identity: tuple[int, int] | None = None
         # Of nameless files that can become longer, by the address where they are.
         self._maps = weakref.WeakValueDictionary[int, NamelessMap]()
 
@@ -94,6 +96,7 @@ class MmapMemory(Memory):
         assert self.path is not None
         self._key, self._lock = key, lock_for_writing(self.path)
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
+        self._identity = _identity(self.path)
         page_advice.expect_random_rows(self._weight_map)
         return weight
 
@@ -136,6 +139,11 @@ class MmapMemory(Memory):
         try:
             if self._is_named(blocks[-1]):
                 assert self.path is not None
+                if self._identity != _identity(self.path):
+                    raise StorageError(
+                        f"{str(self.path)!r} is another file by now than the one that has the rows of this table, which was "
+                        "moved or replaced, and to make it longer would change that one; move the file of this table back"
+                    )
                 longer = plan_growth(self.path, self._key, num_rows)
             with contextlib.ExitStack() as undo:
                 for block in blocks:
@@ -186,3 +194,8 @@ class MmapMemory(Memory):
         copy = MmapMemory(self.device, self._folder / "copy")
         copy.path, copy.layout, copy.max_rows = None, self.layout, self.max_rows  # a file without a name
         return copy
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino

@@ -124,7 +124,12 @@ class WholePlanes(Planes):
     # --- copies and devices -------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write every change of a "mmap" table to the disk now; other memories have none."""
+        """Write every change of a "mmap" table to the disk now, with the steps that idle rows have missed.
+
+        Other memories have no disk.
+        """
+        if self._catch_up is not None and self.writable:
+            self._catch_up(None)
         self._engine.wait()
         self._place.flush()
 

@@ -62,8 +62,8 @@ def update(vocabulary: Room, ids: Any, rows: Any = None) -> None:
         An id occurs twice; shapes that do not match; a gradient of an id to be forgotten is pending; changes before
         those given are missing.
     """
-    vocabulary.settle()
     _, owner = vocabulary._bound()
+    vocabulary.settle()
     wanted, values, changes = owner.owners.together(lambda: _checked(vocabulary, ids, rows))
     wanted, values = owner.owners.to_owners(wanted, values)
     owner.owners.together(lambda: _update(vocabulary, wanted, values, changes))
