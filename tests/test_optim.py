@@ -58,6 +58,14 @@ def test_the_numbers_are_those_written_here() -> None:
     assert opt.state[emb.weight]["momentum_buffer"].flatten().tolist() == [1.0, 2.0, 0.0, 1.0]
 
 
+def test_an_array_of_a_gradient_of_some_rows_cannot_be_written() -> None:
+    emb = st.Embedding(8, 2, device="cpu")
+    emb(torch.tensor([1, 5])).sum().backward()
+    with pytest.raises(ValueError, match="read-only"):
+        emb.weight.grad.data.numpy()[1] = 0
+    assert emb.weight.grad[1].eq(1).all()
+
+
 def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up() -> None:
     """The step reads their rows: those of the lookup are other rows."""
     emb = st.Embedding(10, 2, memory="pageable", idle="lazy")

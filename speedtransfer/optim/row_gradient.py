@@ -182,8 +182,12 @@ class RowGradient(Tensor):
         return self.dense().clone()
 
     def numpy(self, **kwargs: Any) -> Any:
-        """Return the dense values as an array: a copy, or over `rows` if every row is active."""
-        return (self.view_dense() if self.is_full() else self.dense()).numpy(**kwargs)
+        """Return the dense values as an array: over `rows` if every row is active, else a copy, which cannot be written."""
+        if self.is_full():
+            return self.view_dense().numpy(**kwargs)
+        array = self.dense().numpy(**kwargs)
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         """Return the dense values as nested lists."""
