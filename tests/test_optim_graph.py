@@ -18,7 +18,7 @@ from cases import concurrently, take_step
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -329,3 +329,16 @@ def test_with_several_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     st.replace_embeddings(wrapped.module, min_rows=1)
     with pytest.raises(InvalidValueError, match=message):
         wrapped.replicate(wrapped.module, wrapped.device_ids)
+
+
+@pytest.mark.parametrize("second", [[1, 3, 3, 9], [0, 1, 2, 9], range(40)])
+@pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
+def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: Any) -> None:
+    """In torch the gradient is then that of the other ids, as far as autograd saves them: here some of both."""
+    emb, batches = kind(50, 3, device="cpu"), iter([IDS, torch.tensor(second)])
+    scale = torch.ones(1, requires_grad=True)
+    out = checkpoint(lambda scale: emb(next(batches).view(1, -1)).sum() * scale, scale, use_reentrant=False)
+    # Torch itself tells where there are more or fewer rows than before.
+    with pytest.raises((InvalidValueError, CheckpointError), match="computed again with other ids|different metadata"):
+        out.backward()
+    assert emb.weight.grad is None

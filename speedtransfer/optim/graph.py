@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from speedtransfer.cuda import current_stream
+from speedtransfer.cuda import current_stream, is_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.once import once
@@ -29,6 +29,8 @@ KEY = "_speedtransfer_handle"
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
+# Return the hooks that get what autograd saves, such as those of a checkpoint, which computes it again; given True, or None.
+saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: ...)
 
 
 class TableRows(torch.autograd.Function):
@@ -51,7 +53,11 @@ class TableRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
         ctx.values, ctx.num_rows, ctx.use, ctx.left = values, param.shape[0], use, None
+        ctx.saves = use[1] is not None and saving_hooks(True) is not None
         use[0].views.joined.append(weakref.ref(ctx))
+        if ctx.saves:
+            # A checkpoint raises if it finds another number of them, which would have torch write beyond the gradient.
+            ctx.save_for_backward(use[1])
         # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
         # while another thread steps.
         return values if use[4] else values.detach()
@@ -66,6 +72,8 @@ class TableRows(torch.autograd.Function):
             if ctx.left:
                 raise InvalidValueError(ctx.left)
             return of_all_rows(handle, ids, grad, known, ctx.num_rows).to_dense(), None, None
+        if grad is not None and ctx.saves:
+            _check_same(handle, ids, ctx.saved_tensors[0])
         if grad is not None and handle.requires_grad:
             features = None if take_features is None else take_features()
             if handle.views.is_observed():
@@ -77,6 +85,15 @@ class TableRows(torch.autograd.Function):
                     _wait_at_end(grad.device)
                 deposit(grad=grad.to_dense() if grad.is_sparse else grad, features=features)
         return total, None, None
+
+
+def _check_same(handle: Any, ids: Tensor, saved: Tensor) -> None:
+    """Raise if a checkpoint has looked up other rows in backward, `saved`, than `ids`: the gradient is of those."""
+    if saved is not ids and not (ids.is_cuda and is_capturing()) and not torch.equal(saved, ids):
+        raise InvalidValueError(
+            f"a checkpoint computed again with other ids than before what was looked up in {handle}; draw random ids outside "
+            "of the checkpointed function and pass them to it, or from a generator that it seeds"
+        )
 
 
 # What `TableRows.apply` calls outside of transforms of torch.func, where nothing has to be unwrapped.

@@ -479,7 +479,7 @@ class Handle:
     def show_growth(self) -> None:
         """Let the weight, and its gradient, have as many rows as there are by now."""
         self.views.forget_whole()
-        self.pending._shown = None
+        self.pending._shown = self.pending._parts = None
         self.reset_param()
 
     def __reduce__(self) -> Any:

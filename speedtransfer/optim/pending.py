@@ -18,7 +18,7 @@ from speedtransfer.errors import DeviceError
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
 from speedtransfer.optim.merge import Part, added, keep, merged, unpadded
-from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.row_gradient import Parts, RowGradient
 from speedtransfer.optim.whole_gradient import check_gradient, hooked, rows_of
 from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_anew
 
@@ -74,8 +74,10 @@ class PendingGradient:
         self.assigned: Tensor | None = None
         # What every RowGradient of this table calls when it changes.
         self._told = functools.partial(_tell, weakref.ref(self))
-        # The RowGradient that ``weight.grad`` has returned last; whether it will show the next gradient, after zero_grad.
+        # The RowGradient that ``weight.grad`` has returned last, and what that and its aliases show; whether they will show the
+        # next gradient, after zero_grad.
         self._shown: weakref.ref[RowGradient] | None = None
+        self._parts: weakref.ref[Parts] | None = None
         self._reused = False
         # What `clear` forgot last: `used_whole`, whether the gradient was assigned, `touched`.
         self._cleared: tuple[bool, bool, Tensor | None] | None = None
@@ -143,7 +145,11 @@ class PendingGradient:
                 if self.grad is not None:
                     self._check_capture(self.grad)
                     if self.assigned is None and self.is_cleared():
-                        self._clear_for_next()
+                        if self._viewed:
+                            # Views see the next gradient, which is added in place.
+                            self.touched = None if self.touched is None else self.touched[:0]
+                        else:
+                            self._clear_for_next()
                 self.used_whole = self.used_whole or whole
                 self._of_graph = self._of_graph or grad.requires_grad
                 grad = grad.detach()
@@ -159,7 +165,7 @@ class PendingGradient:
     def _clear_for_next(self) -> None:
         """Clear a gradient that was set to zero; what shows it will show the next."""
         handle = self._handle()
-        reused = self._shown_gradient() is not None
+        reused = self._shown_parts() is not None
         touched = 0 if handle.features is None else handle.features.touched
         self.clear()
         self._reused = reused
@@ -195,7 +201,7 @@ class PendingGradient:
         handle = self._handle()
         ids, grad, known = part
         grad = grad if grad.is_contiguous() else _writable(grad)
-        shown = None if self._shown is None else self._shown_gradient()
+        shown = None if self._parts is None else self._shown_parts()
         if self.ids is None:
             self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
             self.active, self.state_rows, self.version, self._viewed = rows, state_rows or {}, version, False
@@ -210,7 +216,7 @@ class PendingGradient:
         self._reused, self.capture = False, capture_number() if ids.is_cuda else None
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
-            shown.ids, shown.rows, shown.known = ids, grad, known
+            shown.set(ids, grad, known)
         if self.waiting_since is None:
             self.waiting_since = _steps_made
         else:
@@ -231,9 +237,9 @@ class PendingGradient:
             "zero_grad(set_to_none=True) before this backward"
         )
 
-    def _shown_gradient(self) -> RowGradient | None:
-        """Return the object that `gradient` returned, if it is alive and still the gradient of the weight."""
-        shown = None if self._shown is None else self._shown()
+    def _shown_parts(self) -> Parts | None:
+        """Return what the objects show that `gradient` returned, if one is alive and still the gradient of the weight."""
+        shown = self._parts and self._parts()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     def _arrive(self, part: Part) -> None:
@@ -326,7 +332,11 @@ class PendingGradient:
         sparse = handle.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and handle.owners.shows_sparse):
             shown = handle.owners.row_gradient(handle.num_rows, (self.ids, self.grad, self.known), self._told, sparse)
-            self._shown = weakref.ref(shown)
+            parts = self._parts and self._parts()
+            if parts is not None and parts.rows is self.grad and not sparse:
+                # Of an alias of one that is gone.
+                shown.parts = parts
+            self._shown, self._parts = weakref.ref(shown), weakref.ref(shown.parts)
         shown.of_graph = self._of_graph
         return shown
 
@@ -381,7 +391,7 @@ class PendingGradient:
             self.set_gradient(*rows_of(handle, grad))
             # One that was shown before, and kept, goes on showing the gradient.
             if isinstance(grad, RowGradient) and grad._changed is self._told:
-                self._shown = weakref.ref(grad)
+                self._shown, self._parts = weakref.ref(grad), weakref.ref(grad.parts)
             if handle.features is not None:
                 assert self.ids is not None
                 handle.features.assign(handle.named_rows(self.ids), again)
@@ -471,13 +481,13 @@ class PendingGradient:
                 self._take_trimmed(*unpadded((self.ids, self.grad, self.known))[:2])
 
     def _take_trimmed(self, ids: Tensor, grad: Tensor) -> None:
-        n, before, shown = len(ids), self.grad, None if self._shown is None else self._shown()
+        n, before, shown = len(ids), self.grad, None if self._parts is None else self._parts()
         self.ids, self.grad, self.known = ids, grad, NOTHING
         self.active = None if self.active is None else self.active[:n]
         self.state_rows = {name: part[:n] for name, part in self.state_rows.items()}
         # It remains the gradient that was shown.
         if shown is not None and shown.rows is before:
-            shown.ids, shown.rows, shown.known = ids, grad, NOTHING
+            shown.set(ids, grad, NOTHING)
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:

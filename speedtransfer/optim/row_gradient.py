@@ -46,23 +46,31 @@ _LISTS |= _packets(
 _LISTS |= _packets("_foreach_zero_ _amp_foreach_non_finite_check_and_unscale_")
 
 
+class Parts:
+    """The active rows of a gradient, their values, and what is known of the rows; see :class:`RowGradient`."""
+
+    __slots__ = ("__weakref__", "ids", "known", "rows")
+    ids: Tensor
+    rows: Tensor
+    known: Known
+
+    def set(self, ids: Tensor, rows: Tensor, known: Known) -> None:
+        """Have other rows, everywhere that this is shown."""
+        self.ids, self.rows, self.known = ids, rows, known
+
+
 class RowGradient(Tensor):
     """The gradient of all rows, zero except in the active rows.
 
     Attributes
     ----------
-    ids, known : Tensor, Known
-        ``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know how many there are.
-    rows : Tensor
-        ``(n, dim)``, their gradient, zero for padding.
     sparse : bool
         Whether it reads as a sparse tensor: ``is_sparse``, ``_indices()``, ``_values()``.
     """
 
-    ids: Tensor
-    rows: Tensor
     sparse: bool
-    known: Known
+    # What aliases (detach(), .data) have in common: what becomes of one the others see.
+    parts: Parts
     # Whether it was made by ``backward(create_graph=True)``: in torch one could go back from it.
     of_graph: bool = False
     _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
@@ -84,7 +92,10 @@ class RowGradient(Tensor):
         """
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        made.ids, made.rows, made._changed, made.sparse, made.known = ids, rows, changed, sparse, known
+        made.parts, made._changed, made.sparse = Parts(), changed, sparse
+        made.parts.ids, made.parts.rows, made.parts.known = ids, rows, known
+        # There is no memory: what reads or writes it natively raises, and does not end the process.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     @classmethod
@@ -121,6 +132,21 @@ class RowGradient(Tensor):
             torch.autograd.graph.increment_version(written)
         return result
 
+    @property
+    def ids(self) -> Tensor:
+        """``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know how many there are."""
+        return self.parts.ids
+
+    @property
+    def rows(self) -> Tensor:
+        """``(n, dim)``, the gradient of the active rows, zero for padding."""
+        return self.parts.rows
+
+    @property
+    def known(self) -> Known:
+        """What is known of the active rows."""
+        return self.parts.known
+
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
         if rows.device != self.ids.device:
@@ -136,7 +162,8 @@ class RowGradient(Tensor):
         if self.known.length is not None:
             check_not_capturing("counting the rows of a gradient")
             n = int(self.known.length)
-            before, self.ids, self.rows, self.known = self.rows, self.ids[:n], self.rows[:n], NOTHING
+            before = self.rows
+            self.parts.set(self.ids[:n], before[:n], NOTHING)
             self._tell(before, "trimmed")
         return self
 
@@ -164,8 +191,8 @@ class RowGradient(Tensor):
     def make_dense(self) -> Tensor:
         """Make every row active, others with zeros, and return the dense values."""
         if not self.is_full():
-            before, self.rows = self.rows, self.dense()
-            self.ids, self.known = torch.arange(self.shape[0], device=self.ids.device), NOTHING
+            before = self.rows
+            self.parts.set(torch.arange(self.shape[0], device=before.device), self.dense(), NOTHING)
             self._tell(before, "dense")
         return self.rows
 
@@ -175,7 +202,7 @@ class RowGradient(Tensor):
         self._tell(rows, "viewed")
         return rows
 
-    # Functions that read memory and do not reach the dispatcher.
+    # Functions that read or write memory and do not reach the dispatcher. They make the gradient dense.
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return a copy of the dense values."""
@@ -194,8 +221,25 @@ class RowGradient(Tensor):
         return self.dense().tolist()
 
     def data_ptr(self) -> int:
-        """Return the address of the dense values, which makes the gradient dense."""
+        """Return the address of the dense values."""
         return self.view_dense().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the dense values."""
+        return self.view_dense().untyped_storage()
+
+    def apply_(self, function: Callable[[float], float]) -> RowGradient:
+        """Replace each of the dense values by what `function` makes of it."""
+        self.view_dense().apply_(function)
+        return self
+
+    def share_memory_(self) -> RowGradient:
+        """Move the dense values to memory that processes share."""
+        self.view_dense().share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.view_dense().__dlpack__(*args, **kwargs)
 
     def __array__(self, dtype: Any = None) -> Any:
         return (self.view_dense() if self.is_full() else self.dense()).__array__(dtype)
@@ -246,12 +290,16 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in _LISTS:
         return _of_lists(func, args, kwargs)
     if name is aten._foreach_norm and order_of(args, kwargs) > 0:
-        return func(tree_map_only(RowGradient, lambda grad: grad.rows, args[0]), *args[1:], **kwargs)
+        return func(tree_map_only(RowGradient, _some_rows, args[0]), *args[1:], **kwargs)
     if not args or not isinstance(args[0], RowGradient):
         return _scaled(func, args, {}) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
-        return grad._made(grad.ids, grad.rows, grad.known, grad._changed)
+        made = grad._made(grad.ids, grad.rows, grad.known, grad._changed)
+        if not grad.sparse:
+            # Of a sparse one torch makes another with the same values, which does not become what the first becomes.
+            made.parts = grad.parts
+        return made
     if name is aten.zero_:
         _wrapped(grad, grad.rows.zero_())
         grad._tell(grad.rows, "zeroed")
@@ -272,7 +320,7 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     over_all = len(rest) < 2 and kwargs.get("dim") is None
     norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and order_of(args, kwargs) > 0
     if norm or func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
-        return func(grad.rows, *rest, **kwargs)
+        return func(_some_rows(grad), *rest, **kwargs)
     if func in (aten.max.default, aten.min.default):
         full = grad.is_full()
         if not grad.rows.numel():
@@ -280,6 +328,11 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         extreme = func(grad.rows)
         return extreme if full else func(torch.stack([extreme, torch.zeros_like(extreme)]))
     return NotImplemented
+
+
+def _some_rows(grad: RowGradient) -> Tensor:
+    """Return the rows, or one of zeros if none is active: there is no largest of no values."""
+    return grad.rows if grad.rows.numel() or not grad.numel() else grad.rows.new_zeros(1, *grad.shape[1:])
 
 
 def _check_no_graph(func: Any, args: tuple[Any, ...]) -> None:
