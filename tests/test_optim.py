@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -235,6 +236,58 @@ def test_refused_optimizers_say_why_and_harm_nothing(case: OptimizerCase, reason
     assert torch.equal(twins.ours.table.torch(), before)
     twins.train(batches[3:])  # the optimizer that trained the table still can
     twins.assert_same()
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add_": lambda param, values: param.detach().add_(values),
+    "data.add_": lambda param, values: param.data.add_(values),
+    "data": lambda param, values: setattr(param, "data", param.data + values),
+    "numpy": lambda param, values: param.detach().numpy().__iadd__(values.numpy()),
+}
+
+
+class LooksAhead(torch.optim.SGD):
+    """Evaluate the loss where the last gradient leads, as sharpness-aware ones do, and step from where it was."""
+
+    write: Callable[[Tensor, Tensor], Any]
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        before = [param.detach().clone() for param in params]
+        if closure is not None:
+            for param in params:
+                type(self).write(param, param.grad)
+            closure()
+            for param, values in zip(params, before, strict=True):
+                param.data.copy_(values)
+        super().step()
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("features", [False, True])
+def test_rows_changed_before_the_closure_are_seen(write: str, features: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LooksAhead, "write", staticmethod(WRITES[write]), raising=False)
+    emb = st.MultiEmbedding([10, 5], 3) if features else st.Embedding(10, 3)
+    # With a gradient of one feature, each has a parameter of its own in the step.
+    rows = emb[0] if features else emb
+    opt = LooksAhead(emb.parameters(), lr=0.1)
+    rows(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+    before = emb.weight.detach().clone()
+    with pytest.raises(OptimizerError, match="changed the active rows of weight before it called its closure"):
+        opt.step(lambda: rows(torch.tensor([2, 3])).sum().backward())
+    assert torch.equal(emb.weight, before)
+
+
+def test_a_table_that_an_optimizer_has_twice() -> None:
+    emb = st.Embedding(10, 3)
+    with pytest.warns(UserWarning, match="duplicate"):
+        opt = torch.optim.SGD([emb.weight, emb.weight], lr=0.1)
+    take_step(torch.optim.SGD(emb.parameters(), lr=0.1), emb(torch.tensor([1])).sum())
+    before = emb.weight.detach().clone()
+    with pytest.raises(OptimizerError, match="has weight twice among its parameters"):
+        opt.step()
+    assert torch.equal(emb.weight, before)
 
 
 def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:

@@ -115,6 +115,19 @@ def test_state_is_read_and_written_as_in_torch(name: str, write: str) -> None:
     pair.assert_same(1e-9)
 
 
+def test_state_of_other_dtypes_that_somebody_puts_in() -> None:
+    pair = exact(case_named("sgd-momentum"), torch.float32)
+    pair.train(pair.batches(3))
+    own = {"visits": torch.arange(60).view(60, 1) + 2**30 + 1, "wide": torch.full((60, 2), 1 / 3, dtype=torch.float64)}
+    for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
+        optimizer.state[module.weight] |= {name: value[: module.weight.shape[0]].clone() for name, value in own.items()}
+    pair.train(pair.batches(3, seed=1))
+    ours, theirs = (opt.state[module.weight] for module, opt in zip(pair.modules, pair.optimizers, strict=True))
+    for name in own:
+        assert torch.equal(ours[name], theirs[name])
+        assert ours[name].dtype == theirs[name].dtype
+
+
 def test_state_has_no_memory_of_its_own() -> None:
     twins = trained(3)
     value = twins.opt.state[twins.ours.weight]["exp_avg"]

@@ -174,6 +174,33 @@ def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
     assert [bool(part.any()) for part in (rows_of(emb) != before).split(SIZES)] == [True, False, False, True]
 
 
+class KeepsParameters(torch.optim.Optimizer):
+    """Goes by a list of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.kept = {"all": [param for group in self.param_groups for param in group["params"]]}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.kept["all"]:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=self.defaults["lr"])
+
+
+def test_an_optimizer_that_goes_by_parameters_of_its_own() -> None:
+    ours = multi(idle="lazy")
+    opt = KeepsParameters(ours.parameters())
+    loss_of(ours, 3, (0, 1, 2, 3)).backward()
+    opt.step()
+    before = rows_of(ours)
+    opt.zero_grad()
+    loss_of(ours, 4, (1,)).backward()
+    with pytest.raises(OptimizerError, match=r"KeepsParameters keeps weight outside of its param_groups \(in \.kept\)"):
+        opt.step()
+    assert torch.equal(rows_of(ours), before)
+
+
 def test_refused() -> None:
     emb = multi()
     opt = torch.optim.Adam(emb.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,23 +193,35 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
 class Signs(torch.optim.Optimizer):
     """Not known, and leaves rows without a gradient alone unless there is decay."""
 
-    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0, pull: str = "none") -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "pull": pull, "bounds": (0.0, 0.0)})
+        self.pulls = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
+                pulls = self.pulls or group["pull"] != "none" or group["bounds"][1]
+                decay = group["weight_decay"] + 0.1 * bool(pulls)
                 if param.grad is not None:
-                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(param.grad.sign(), alpha=group["lr"])
+                    param.mul_(1 - group["lr"] * decay).sub_(param.grad.sign(), alpha=group["lr"])
+
+
+SWITCHES: dict[str, Callable[[Signs], Any]] = {
+    "number": lambda opt: opt.param_groups[0].update(weight_decay=0.1),
+    "pair": lambda opt: opt.param_groups[0].update(bounds=(0.0, 1.0)),
+    "word": lambda opt: opt.param_groups[0].update(pull="all"),
+    "attribute": lambda opt: setattr(opt, "pulls", True),
+}
 
 
 @pytest.mark.parametrize("idle", ["auto", "exact"])
-def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(idle: str) -> None:
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(switch: str, idle: str) -> None:
     pair = exact(OptimizerCase("signs", Signs), idle=idle)
     pair.train(pair.batches(6))
     pair.assert_same(0.0)
-    pair.opt.param_groups[0]["weight_decay"] = 0.1  # from now on it does not
+    SWITCHES[switch](pair.opt)  # from now on it does not
     pair.ours(torch.arange(5)).square().sum().backward()
     if idle == "auto":
         with pytest.warns(UserWarning, match="not known what Signs does"):

@@ -171,6 +171,13 @@ class Features:
         if not self.is_apart:
             return
         param = handle.param
+        for name, value in vars(optimizer).items():
+            if name not in ("state", "param_groups") and value is not group["params"] and _holds(value, param):
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} keeps {handle} outside of its param_groups (in .{name}), where a step that "
+                    "leaves features out cannot give it those with a gradient; look all features up in each step, or use an "
+                    "optimizer that goes by param_groups"
+                )
         state = optimizer.state.get(param) or None
         found = leaves(state or {})
         if state is None:
@@ -206,9 +213,12 @@ class Features:
         place = next(place for place, each in enumerate(group["params"]) if each is param)
         group["params"][place + 1 : place + 1] = [lent.param for lent in step.lent]
 
-    def is_changed(self) -> bool:
-        """Tell whether the optimizer has changed rows of a feature since the step began."""
-        return self._step is not None and any(lent.param._version != lent.version for lent in self._step.lent)
+    def is_changed(self, before: Tensor | None) -> bool:
+        """Tell whether the optimizer has changed rows of a feature since the step began; `before` are the active rows then."""
+        return self._step is not None and any(
+            lent.param._version != lent.version or (before is not None and differ(lent.param.data, before[lent.at]))
+            for lent in self._step.lent
+        )
 
     def take_back(self, handle: Any, optimizer: Optimizer) -> None:
         """Put what the step has made of each feature into the active rows, and into the state of the table.
@@ -268,6 +278,20 @@ class Features:
         handle.param.grad = step.grad
         for lent in step.lent:
             optimizer.state.pop(lent.param, None)
+
+
+def differ(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors hold other values; NaN is as NaN."""
+    return not torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _holds(value: Any, param: nn.Parameter, depth: int = 3) -> bool:
+    """Tell whether containers in `value` have `param` among their items or keys."""
+    if value is param or depth == 0 or not isinstance(value, list | tuple | set | dict):
+        return value is param
+    return any(
+        _holds(item, param, depth - 1) for item in ([*value, *value.values()] if isinstance(value, dict) else value)
+    )
 
 
 def _feature_of(features: Features, name_rows: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:

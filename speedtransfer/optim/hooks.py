@@ -152,12 +152,20 @@ class _Closure:
 
     def __init__(self, closure: Callable[[], Any], optimizer: Optimizer, frame: FrameType | None) -> None:
         self._closure, self._optimizer, self.frame = closure, optimizer, frame
+        self._watch()
 
     def __call__(self) -> Any:
         _unload(self._optimizer)
         loss = self._closure()
         _load(self._optimizer, self.frame)
+        self._watch()
         return loss
+
+    def _watch(self) -> None:
+        """Have changes before the next call seen that torch does not count; those of torch begin with their one call."""
+        if not has_rule(self._optimizer):
+            for handle, _ in state_dicts.handles_of(self._optimizer):
+                handle.step.watch()
 
 
 # The closures of running steps. Each holds the frame of its step, which holds it: the end of the step breaks this cycle.
@@ -174,6 +182,8 @@ def _forget_closure(optimizer: Optimizer) -> None:
 def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     """Begin the step of `optimizer` for the tables among its parameters; return whether there are any."""
     found = state_dicts.handles_of(optimizer)
+    if len(found) > 1:
+        _check_once(optimizer, [handle for handle, _ in found])
     for handle, _ in found:
         # Before anything has changed.
         if handle.pending.grad is not None and handle.rows.table._place.refuses_writes:
@@ -211,6 +221,16 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
                 handle.state.assume(optimizer, group)
             handle.step.begin(optimizer, group, frame)
     return bool(found)
+
+
+def _check_once(optimizer: Optimizer, handles: list[Handle]) -> None:
+    """Raise if a table is there twice: torch would make two steps."""
+    if len(set(handles)) < len(handles):
+        twice = next(handle for handle in handles if handles.count(handle) > 1)
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has {twice} twice among its parameters, but a table makes one step at a time; pass "
+            "each parameter once: list(dict.fromkeys(params))"
+        )
 
 
 def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -74,8 +74,8 @@ class PendingGradient:
         self.assigned: Tensor | None = None
         # What every RowGradient of this table calls when it changes.
         self._told = functools.partial(_tell, weakref.ref(self))
-        # The RowGradient that ``weight.grad`` has returned last, and what that and its aliases show; whether they will show the
-        # next gradient, after zero_grad.
+        # The RowGradient that ``weight.grad`` has returned last, and what that and its aliases show; whether they will show
+        # the next gradient, after zero_grad.
         self._shown: weakref.ref[RowGradient] | None = None
         self._parts: weakref.ref[Parts] | None = None
         self._reused = False

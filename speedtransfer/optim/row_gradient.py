@@ -134,7 +134,7 @@ class RowGradient(Tensor):
 
     @property
     def ids(self) -> Tensor:
-        """``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know how many there are."""
+        """``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know their number."""
         return self.parts.ids
 
     @property

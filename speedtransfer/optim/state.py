@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Lag, Rule
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.probe import PlaneSpec
+from speedtransfer.optim.probe import OWN, PlaneSpec
 from speedtransfer.optim.state_planes import RowOwner, StatePlanes
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Known
@@ -368,6 +368,12 @@ class RowState(StatePlanes):
         self.running = None
 
 
-def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:
-    """Return which hyperparameters are not zero: weight decay, momentum."""
-    return {key: bool(group[key]) for key in optimizer.defaults if isinstance(group.get(key), bool | int | float)}
+def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return which hyperparameters are not zero (weight decay, momentum), and those that are words, attributes among them."""
+    return {key: _switch(value) for key, value in (*vars(optimizer).items(), *group.items()) if key not in OWN}
+
+
+def _switch(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_switch, value))
+    return bool(value) if isinstance(value, bool | int | float) else value if isinstance(value, str) else None

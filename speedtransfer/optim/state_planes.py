@@ -225,7 +225,7 @@ class StatePlanes:
         if loaded:
             # Of other hyperparameters (amsgrad was switched off) or another library: kept with the rows, as in torch.
             kept = [name for name in late if found[name].shape[0] == self.rows.num_loadable]
-            self.add({name: PlaneSpec(tuple(found[name].shape[1:]), self.rows.dtype, 0.0) for name in kept})
+            self.add({name: PlaneSpec(tuple(found[name].shape[1:]), found[name].dtype, 0.0) for name in kept})
         elif late:
             raise OptimizerError(
                 f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so "

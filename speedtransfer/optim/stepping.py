@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.cuda import WARM_UP, check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError, OptimizerError
+from speedtransfer.optim.features import differ
 from speedtransfer.optim.fused_step import FusedStep, make_step, plan_step
 from speedtransfer.optim.pending import PendingGradient
 from speedtransfer.optim.probe import sparse_gradient
@@ -45,8 +46,9 @@ class Step:
         self._made: MadeStep | None = None
         # How many steps have ended.
         self.count = 0
-        # The version of the parameter, and that of the table, when the step began.
+        # The version of the parameter, and that of the table, when the step began; the active rows then, for `watch`.
         self._entered = self._entered_at = 0
+        self._before: Tensor | None = None
 
     def check_capturable(self, optimizer: Optimizer) -> None:
         """Raise if a CUDA graph is being captured, and the step of `optimizer` cannot be part of it."""
@@ -235,9 +237,16 @@ class Step:
         self._entered_at = table.version if table.watched else 0
 
     def is_changed(self) -> bool:
-        """Tell whether the optimizer has changed the active rows since the step began."""
-        handle = self._handle()
-        return handle.param._version != self._entered or (handle.features is not None and handle.features.is_changed())
+        """Tell whether the optimizer has changed the active rows since the step began: by torch's count, or since `watch`."""
+        handle, before = self._handle(), self._before
+        if handle.param._version != self._entered or (before is not None and differ(handle.param.data, before)):
+            return True
+        return handle.features is not None and handle.features.is_changed(before)
+
+    def watch(self) -> None:
+        """Keep the active rows, to tell whether the optimizer writes to them in a way that torch does not count: .data."""
+        if self._lent and self._fused is None:
+            self._before = self._handle().param.data.clone()
 
     def _sparse_gradient(self) -> Tensor:
         """Return the gradient as a sparse tensor over the active rows, without the padding row, as in torch."""
@@ -272,6 +281,7 @@ class Step:
             else:
                 pending.grad_version, pending.zeroed_at = pending.grad._version, -1
             self._lent = False
+        self._before = None
         if handle.features is not None:
             handle.features.end()
         pending.active, pending.state_rows, pending.in_place, pending.waiting_since = None, {}, False, None

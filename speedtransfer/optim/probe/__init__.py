@@ -3,9 +3,10 @@
 from speedtransfer.optim.probe.outcomes import Known, one_step
 from speedtransfer.optim.probe.probe import Findings, PlaneSpec, leaves_idle_rows, probe_optimizer
 from speedtransfer.optim.probe.trajectories import STEPS, sparse_gradient
-from speedtransfer.optim.probe.trial import Trial, without_gradients
+from speedtransfer.optim.probe.trial import OWN, Trial, without_gradients
 
 __all__ = [
+    "OWN",
     "STEPS",
     "Findings",
     "Known",
