@@ -271,6 +271,20 @@ def test_later_saves_come_later(tmp_path: Path) -> None:
     assert st.load_checkpoint(tmp_path / "saved", net, opt) == 2
 
 
+def test_it_is_found_by_who_reads_there_whatever_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, other = Net(), Net()
+    monkeypatch.chdir(tmp_path)
+    st.save_checkpoint("saved", net, extra="before")
+    when_read(monkeypatch, lambda: time.sleep(0.01))
+    st.save_checkpoint("saved", net, extra="after", background=True)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert st.load_checkpoint("../saved", other) == "after"
+    assert os.listdir() == []
+
+
 def test_what_cannot_be_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, opt = trained("lazy", tmp_path, "net")
     with pytest.raises(InvalidTypeError, match="extra"):

@@ -174,6 +174,33 @@ def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
     assert [bool(part.any()) for part in (rows_of(emb) != before).split(SIZES)] == [True, False, False, True]
 
 
+def test_a_gradient_that_was_kept_is_that_of_its_feature() -> None:
+    def seen(kind: Any) -> list[Tensor]:
+        embs, shown = kind(), []
+        ids, more = torch.tensor([1, 2]), torch.tensor([2, 5])
+        (embs[0](ids).square().sum() + embs[2](ids).square().sum()).backward()
+        one, other = embs[0].weight.grad, embs[2].weight.grad.detach()
+        (embs[0](more).square().sum() + embs[2](more).square().sum()).backward()
+        for change in (
+            lambda: (one.mul_(2), other.mul_(3)),
+            lambda: setattr(embs[2].weight, "grad", None),
+            lambda: embs[0](ids).sum().backward(),
+            lambda: embs[0].weight.grad.zero_(),
+            lambda: embs[0](more).sum().backward(),
+            lambda: embs[0].zero_grad(),
+            lambda: embs[0](ids).sum().backward(),
+        ):
+            change()
+            shown += [grad.to_dense().clone() for grad in (one, other, embs[0].weight.grad) if grad is not None]
+        return shown
+
+    for ours, theirs in zip(seen(multi), seen(modules), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    embs = multi()
+    embs[0](torch.tensor([1])).sum().backward()
+    assert embs[0].weight.grad is embs[0].weight.grad
+
+
 class KeepsParameters(torch.optim.Optimizer):
     """Goes by a list of its own."""
 

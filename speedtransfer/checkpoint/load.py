@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.arguments import check_arguments
+from speedtransfer.checkpoint.background import finish_earlier
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
@@ -142,7 +143,11 @@ def _open_alike(
 
 
 def open_checkpoint(place: Folder | Store, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
-    """Open the manifest and its files, until `stack` ends. A saver may put new ones in their place meanwhile: then again."""
+    """Open the manifest and its files, until `stack` ends. A saver may put new ones in their place meanwhile: then again.
+
+    Waits for a save to the same place that goes on in the background; raises what has ended it, unless somebody knows by now.
+    """
+    finish_earlier(place)
     for left in reversed(range(_TRIES)):
         raw = place.read_manifest()
         content = manifest.parse(raw, place.file(manifest.NAME))

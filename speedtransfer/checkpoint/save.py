@@ -24,7 +24,7 @@ from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import Keeps, StoredRows
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, processes_of
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, is_url
 from speedtransfer.ranks import Partition
 
 
@@ -90,6 +90,9 @@ def save_checkpoint(
     """
     processes = processes_of("saves", [model, optimizer, *objects.values()])
     with processes.together():
+        if background and isinstance(path, str | os.PathLike) and not is_url(path):
+            # Whoever changes the current folder meanwhile does not mean this.
+            path = os.path.abspath(path)
         place, optimizers, others = check_arguments(path, model, optimizer, objects)
         if background and not processes.is_alone:
             raise InvalidValueError(

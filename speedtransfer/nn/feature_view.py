@@ -13,10 +13,56 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
-from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.row_gradient import Parts, RowGradient
 from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
-from speedtransfer.tables import Table
+from speedtransfer.tables import NOTHING, Known, Table
+
+
+class FeatureParts(Parts):
+    """The active rows of one feature, from row `start` to `stop` of the gradient of all, which `of` is, as it is by now."""
+
+    __slots__ = ("_seen", "of", "start", "stop")
+    _seen: tuple[Tensor, Tensor, Tensor]
+
+    def __init__(self, of: Parts, start: int, stop: int) -> None:
+        self.of, self.start, self.stop = of, start, stop
+        self._look()
+
+    def _look(self) -> tuple[Tensor, Tensor, Tensor]:
+        whole = self.of.rows
+        at = place_of(self.of.ids, self.start, self.stop)
+        self._seen = whole, self.of.ids[at] - self.start, whole[at]
+        return self._seen
+
+    @property
+    def ids(self) -> Tensor:  # type: ignore[override]
+        """The active rows of the feature, ``(n,)``."""
+        return (self._seen if self._seen[0] is self.of.rows else self._look())[1]
+
+    @property
+    def rows(self) -> Tensor:  # type: ignore[override]
+        """Their gradient, ``(n, dim)``, in the memory of that of all."""
+        return (self._seen if self._seen[0] is self.of.rows else self._look())[2]
+
+    @property
+    def known(self) -> Known:  # type: ignore[override]
+        """Nothing: they are not padded."""
+        return NOTHING
+
+    def set(self, ids: Tensor, rows: Tensor, known: Known) -> None:
+        """Leave the gradient of all as it is, which is not made dense by that of a feature."""
+
+    def freeze(self) -> None:
+        """Go on showing what there is now, whatever becomes of the gradient of all."""
+        frozen = Parts()
+        frozen.set(self.of.ids, self._look()[0], NOTHING)
+        self.of = frozen
+
+
+def place_of(ids: Tensor, start: int, stop: int) -> slice:
+    """Return where the rows from `start` to `stop` are among `ids` (n,), which are sorted."""
+    return slice(*torch.searchsorted(ids, torch.tensor([start, stop], device=ids.device)).tolist())
 
 
 class FeatureView:
@@ -136,8 +182,15 @@ class FeatureView:
         whole = self._own_gradient()
         if whole is None:
             return None
-        at = self._at(whole.ids)
-        return RowGradient(self.num_rows, whole.ids[at] - self.start, whole.rows[at], self._refuse_dense, whole.sparse)
+        features = self.of.features
+        assert features is not None
+        shown, parts = features.shown.get(self.number), features.parts.get(self.number)
+        if parts is None or parts.of is not whole.parts:
+            parts = features.parts[self.number] = FeatureParts(whole.parts, self.start, self.stop)
+        if shown is None or shown.parts is not parts or shown.sparse != whole.sparse:
+            shown = RowGradient(self.num_rows, parts.ids, parts.rows, self._refuse_dense, whole.sparse)
+            shown.parts, features.shown[self.number] = parts, shown
+        return shown
 
     def _own_gradient(self) -> Any:
         """Return the gradient of all rows if this feature has one."""
@@ -150,10 +203,6 @@ class FeatureView:
         if whole is None or features is None or not features.touched >> self.number & 1:
             return None
         return whole.trim()  # type: ignore[attr-defined]
-
-    def _at(self, ids: Tensor) -> slice:
-        bounds = torch.tensor([self.start, self.stop], device=ids.device)
-        return slice(*torch.searchsorted(ids, bounds).tolist())
 
     def _refuse_dense(self, *args: Any) -> None:
         if args[-1] == "zeroed":
@@ -173,14 +222,19 @@ class FeatureView:
         whole = self._own_gradient() if grad is None else None
         if whole is not None:
             assert self.of.features is not None
-            at, ids, rows = self._at(whole.ids), whole.ids, whole.rows
+            at, ids, rows = place_of(whole.ids, self.start, self.stop), whole.ids, whole.rows
             others = self.of.features.touched & ~(1 << self.number)
             self.of.step.recover()
             if not others:
                 self.of.pending.clear()
                 return
+            parts = self.of.features.parts.get(self.number)
+            if parts is not None:
+                # Who has kept it goes on seeing it, as in torch, and that of others what becomes of theirs.
+                parts.freeze()
             ids, rows = (torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows))
             self.of.pending.set_gradient(ids, rows)
+            whole.parts.set(ids, rows, NOTHING)
             self.of.features.touched = others
 
     def store(self, values: Tensor) -> None:

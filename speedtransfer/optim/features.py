@@ -8,6 +8,7 @@ beside rows (its count of steps) is kept for each: in ``optimizer.state[weight][
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from speedtransfer.idle import FeatureLag
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.probe import sparse_gradient
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.ranks import to_words
 
 
@@ -97,6 +99,9 @@ class Features:
         self.touched = self.left = self._before = 0
         self.is_apart = False
         self._step: _Step | None = None
+        # By feature: its gradient as it was returned last, and what that and its aliases show.
+        self.shown = weakref.WeakValueDictionary[int, RowGradient]()
+        self.parts = weakref.WeakValueDictionary[int, Any]()
 
     def every(self) -> int:
         """Return all features: those of a gradient of all rows."""

@@ -239,7 +239,7 @@ class PendingGradient:
 
     def _shown_parts(self) -> Parts | None:
         """Return what the objects show that `gradient` returned, if one is alive and still the gradient of the weight."""
-        shown = self._parts and self._parts()
+        shown = None if self._parts is None else self._parts()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     def _arrive(self, part: Part) -> None:
@@ -332,7 +332,7 @@ class PendingGradient:
         sparse = handle.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and handle.owners.shows_sparse):
             shown = handle.owners.row_gradient(handle.num_rows, (self.ids, self.grad, self.known), self._told, sparse)
-            parts = self._parts and self._parts()
+            parts = None if self._parts is None else self._parts()
             if parts is not None and parts.rows is self.grad and not sparse:
                 # Of an alias of one that is gone.
                 shown.parts = parts
