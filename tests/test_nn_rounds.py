@@ -98,9 +98,10 @@ def test_one_read_for_all(reads: list[int]) -> None:
     assert reads == [4, 4]
 
 
-def test_an_array_over_the_rows_is_read_each_time(reads: list[int]) -> None:
+@pytest.mark.parametrize("array_of", [lambda emb: emb.table.numpy(), lambda emb: emb.weight.detach().numpy()])
+def test_an_array_over_the_rows_is_read_each_time(array_of: Callable[[Any], Any], reads: list[int]) -> None:
     _, emb = twins()
-    rows, ids = emb.table.numpy(), torch.randint(0, 50, (8, 4))
+    rows, ids = array_of(emb), torch.randint(0, 50, (8, 4))
     for _ in range(3):
         emb[0](ids[:, 0])
         rows[50 + ids[0, 1]] += 1

@@ -182,3 +182,45 @@ def test_a_large_table_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"a tensor over all rows of weight is kept .* keep a copy \(.clone\(\)\)"):
         opt.step()
     assert len(kept) == 60
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_two_tables_over_one_file(idle: str, tmp_path: Path) -> None:
+    """Both train it: as two parameters over one memory, which torch trains so."""
+
+    def trained_by_two(kind: str) -> Tensor:
+        torch.manual_seed(0)
+        weight = torch.rand(10, 3, dtype=torch.float64)
+        if kind == "ours":
+            np.save(tmp_path / "table.npy", weight.numpy())
+            tables = [st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True) for _ in range(2)]
+            embs: list[Any] = [st.Embedding.from_pretrained(table, freeze=False, idle=idle) for table in tables]
+        else:
+            embs = [nn.Embedding(10, 3, _weight=weight) for _ in range(2)]
+        # Without momentum rows that are not touched stay as they are.
+        ones = [torch.optim.AdamW, torch.optim.Adam] if idle == "exact" else [torch.optim.SGD, torch.optim.Adagrad]
+        one, other = (kind(emb.parameters(), lr=0.1) for kind, emb in zip(ones, embs, strict=True))
+        batches = torch.randint(0, 10, (12, 2, 4), generator=torch.Generator().manual_seed(0))
+        for number, (ids, more) in enumerate(batches):
+            embs[0](ids).square().sum().backward()
+            if number % 2:
+                embs[1](more).square().sum().backward()
+                other.step()
+            one.step()
+            embs[1](ids).sum().backward()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+        assert torch.equal(*(emb.weight.detach() for emb in embs))
+        return embs[0].weight.detach().clone()
+
+    torch.testing.assert_close(trained_by_two("ours"), trained_by_two("torch"), rtol=1e-9, atol=1e-12)
+
+
+def test_files_that_are_written_by_another_table_no_more(tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", np.zeros((10, 3)))
+    first, second = (st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True) for _ in range(2))
+    assert first.has_views
+    del second
+    gc.collect()
+    assert not first.has_views

@@ -93,9 +93,8 @@ class TableMachine(RuleBasedStateMachine):
         if table.path is None:
             return multiple()
         table.flush()
-        opened = Table.load(
-            table.path, "mmap", "cpu", writable=True
-        )  # the same rows: from now on both see what either writes
+        # The same rows: from now on both see what either writes.
+        opened = Table.load(table.path, "mmap", "cpu", writable=True)
         return self.known(opened, {"weight": self.planes(table)["weight"]})
 
     # --- planes -------------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     if feature._keys is not None or feature.max_norm is not None or not owners.has_whole:
         return False
     # Where somebody else writes: other processes, or arrays over the memory, unseen; where a step has to be undone first.
-    if table.memory == "shared" or table._place.turns is not None or table.is_viewed:
+    if table.memory == "shared" or table._place.turns is not None or table.sign_of_views() is None:
         return False
     if handle.state is not None and handle.state.running:
         return False
@@ -207,7 +207,7 @@ def _stamp(handle: Handle) -> tuple[Any, ...]:
     table = handle.rows.table
     stream = (current_stream(table.device), capture_number()) if table.device.type == "cuda" else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), handle.requires_grad
-    return table.version, handle.step.count, modes, stream
+    return table.version, table.sign_of_views(), handle.step.count, modes, stream
 
 
 def _is_as_expected(expected: Any, ids: Tensor) -> bool:

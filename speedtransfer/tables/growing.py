@@ -12,6 +12,7 @@ from speedtransfer.errors import DeviceError, InvalidValueError, check_size
 from speedtransfer.tables.chunks import fill_plane
 from speedtransfer.tables.planes import Planes
 from speedtransfer.tables.row_cache import padded_counts
+from speedtransfer.tables.same_file import see_others
 
 
 class Growing(Planes):
@@ -73,6 +74,7 @@ class Growing(Planes):
         # At once: other threads may be reading.
         self._planes = {name: grown[name] for name in old}
         self._writes += before + 1 - self.version
+        see_others(self)
         for plane in old.values():
             self._release(plane)
         self._grow_cache(num_rows - len(old["weight"]))

@@ -97,6 +97,8 @@ class MmapMemory(Memory):
         self._key, self._lock = key, lock_for_writing(self.path)
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
         self._identity = _identity(self.path)
+        self.written_tensor = self._identity, key
+        self.written_tensor = self._identity, key
         page_advice.expect_random_rows(self._weight_map)
         return weight
 

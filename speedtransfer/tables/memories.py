@@ -48,6 +48,10 @@ class Memory(ABC):
     refuses_writes: bool = False
     # In such a child: when the process that writes these rows does.
     turns: forks.Turns | None = None
+    # The file with the rows and the name of the tensor, where these are written.
+    written_tensor: object = None
+    # The file with the rows and the name of the tensor, where these are written.
+    written_tensor: object = None
     # Whether the rows are those of files that are never changed.
     read_only: ClassVar[bool] = False
     # All files with rows, for memories of several.

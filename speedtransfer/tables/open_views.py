@@ -57,6 +57,11 @@ class OpenViews:
         with torch.no_grad():
             return _with_storage(values, _another_over(values))
 
+    def note_other(self, name: str, plane: Tensor, other: Tensor) -> None:
+        """Note another tensor over the memory of a plane, which somebody has mapped again."""
+        self._num_asked += 1
+        self._note(_Made(name, plane.data_ptr(), StorageWeakRef(other.untyped_storage()), False))
+
     def exist(self, planes: Mapping[str, Tensor]) -> bool:
         """Tell whether there are any, of `planes` where these are now."""
         return bool(self.made and self._alive(planes))

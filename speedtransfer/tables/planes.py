@@ -30,6 +30,7 @@ from speedtransfer.tables.open_views import OpenViews
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
+from speedtransfer.tables.same_file import see_others
 from speedtransfer.tables.snapshots import Snapshot
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.write_log import Write, WriteLog
@@ -90,6 +91,7 @@ class Planes:
         # What ties a parameter to this table, if anything does: it grows with the table.
         self._handle: weakref.ref[Any] | None = None
         self._stats, self._padded_stats = TableStats(), PaddedStats()
+        see_others(self)
         return self
 
     def _set_engine(self, engine: Engine) -> None:
@@ -266,7 +268,7 @@ class Planes:
 
     def watch(self) -> WriteLog:
         """Return a log of the rows that are written from now on, kept as long as there is a reference to it."""
-        log = WriteLog(self._planes, self.version, self._sign_of_views())
+        log = WriteLog(self._planes, self.version, self.sign_of_views())
         with stats.logging:
             self._logs.add(log)
         self.watched = True
@@ -316,9 +318,10 @@ class Planes:
 
     def written_since(self, log: WriteLog) -> list[Write] | None:
         """Return the writes since `log` was made; None: any row may have been written."""
-        return log.written(self._planes, self.version, self._sign_of_views())
+        return log.written(self._planes, self.version, self.sign_of_views())
 
-    def _sign_of_views(self) -> int | None:
+    def sign_of_views(self) -> int | None:
+        """Return a number that changes when rows may have been written unseen, by arrays over the memory; None: at any time."""
         return None if self._viewed else self.open_views.sign(self._planes)
 
     def __len__(self) -> int:
