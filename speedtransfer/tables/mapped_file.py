@@ -98,7 +98,6 @@ class MmapMemory(Memory):
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
         self._identity = _identity(self.path)
         self.written_tensor = self._identity, key
-        self.written_tensor = self._identity, key
         page_advice.expect_random_rows(self._weight_map)
         return weight
 

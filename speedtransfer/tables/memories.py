@@ -50,8 +50,6 @@ class Memory(ABC):
     turns: forks.Turns | None = None
     # The file with the rows and the name of the tensor, where these are written.
     written_tensor: object = None
-    # The file with the rows and the name of the tensor, where these are written.
-    written_tensor: object = None
     # Whether the rows are those of files that are never changed.
     read_only: ClassVar[bool] = False
     # All files with rows, for memories of several.

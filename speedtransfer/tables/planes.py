@@ -321,7 +321,7 @@ class Planes:
         return log.written(self._planes, self.version, self.sign_of_views())
 
     def sign_of_views(self) -> int | None:
-        """Return a number that changes when rows may have been written unseen, by arrays over the memory; None: at any time."""
+        """Return a number that changes when rows may have been written unseen, by arrays of views; None: at any time."""
         return None if self._viewed else self.open_views.sign(self._planes)
 
     def __len__(self) -> int:
