@@ -213,6 +213,10 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no numbers": (lambda state: state.pop("vocabulary.numbers"), "no 'vocabulary.numbers'"),
     "other dtype": (_set("ids", Tensor.float), "torch.int64"),
     "other shape": (_set("last_use", lambda value: value[None]), "1 dimensions"),
+    "on no device": (_set("ids", lambda value: value.to("meta")), "on the meta device"),
+    "sparse": (_set("last_use", Tensor.to_sparse), "sparse_coo"),
+    "rows on no device": (lambda state: state.update(weight=state["weight"].to("meta")), "on the meta device"),
+    "sparse rows": (lambda state: state.update(weight=state["weight"].to_sparse()), "sparse_coo"),
     "no tensor": (_set("initial", Tensor.tolist), "list"),
     "fewer": (_set("last_use", lambda value: value[1:]), "different lengths"),
     "fewer rows": (lambda state: state.update(weight=state["weight"][1:]), "rows"),
@@ -230,9 +234,30 @@ def test_malformed_states(name: str) -> None:
     run.train(0, 1)
     before, state = run.by_id(), copy.deepcopy(dict(run.net.emb.state_dict()))
     damage(state)
-    with pytest.raises(InvalidValueError, match=message):
+    with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
         run.net.emb.load_state_dict(state, strict=False)
     assert all(torch.equal(value, before[name]) for name, value in run.by_id().items())
+    run.train(2)
+
+
+def test_other_ids_after_the_state_of_an_optimizer_are_refused() -> None:
+    """Whose state it is can be told neither by what came last nor by what came first: it might be that of either."""
+    one, other, run = Run(), Run(), Run()
+    one.train(0, 1)
+    other.train(2, 3, 4)
+    run.load(one.save())
+    before = run.net.emb.weight.detach().clone()
+    with pytest.raises(InvalidValueError, match=r"load the optimizer's state after the module's"):
+        run.net.load_state_dict(other.net.state_dict())
+    assert torch.equal(run.net.emb.weight, before)
+    # Other weights of the same ids, as of an average.
+    averaged = one.net.state_dict()
+    averaged["emb.weight"] = averaged["emb.weight"] * 0.5
+    run.net.load_state_dict(averaged)
+    run.load(other.save())
+    for each in (run, other):
+        each.train(5)
+    assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
 def test_rows_of_another_width_and_padding_are_refused() -> None:

@@ -112,6 +112,9 @@ class IdSpace:
     def count_step(self, late: Any) -> None:
         """Count a step, with what `late_rows` has returned before it."""
 
+    def note_loaded_state(self, optimizer: Any) -> None:
+        """Note that the state of an optimizer was loaded, which the next step takes."""
+
     def step_ended(self) -> None:
         """Do what follows a step of all tables."""
 

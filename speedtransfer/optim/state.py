@@ -150,6 +150,10 @@ class RowState(StatePlanes):
                 put(state, self._views)
                 self._fresh = False
 
+    def has_taken(self, state: dict[str, Any]) -> bool:
+        """Tell whether the planes have what the optimizer's `state` of the rows says."""
+        return self._has_views(leaves(state))
+
     # --- hyperparameters that idle rows depend on ---------------------------------------------------------------------
 
     def assume(self, optimizer: Optimizer, group: dict[str, Any]) -> None:

@@ -240,4 +240,7 @@ def _after_load(optimizer: Optimizer) -> None:
     before, held = _held.get(optimizer, (optimizer.state, []))
     for param, planes in held if optimizer.state is not before else ():
         put(optimizer.state[param], planes)
+        handle = find_handle(param)
+        if handle is not None:
+            handle.id_space.note_loaded_state(optimizer)
     _held.pop(optimizer, None)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
@@ -64,6 +65,9 @@ class VocabularyIds(IdSpace):
         self._num_missed, self._has_warned = 0, False
         # Whether the pending gradient may be of rows that were not looked up since the last step.
         self._late = False
+        # Whether the ids were loaded since the last step; optimizers whose state was loaded after them.
+        self._were_loaded = False
+        self._with_state = weakref.WeakSet[Optimizer]()
         vocabulary.bind(self, padding_idx)
         self.vocabulary = vocabulary
         self.owners = (IdOwners if handle.owners.is_alone else RankIdOwners)(handle, vocabulary)
@@ -249,7 +253,7 @@ class VocabularyIds(IdSpace):
 
     def count_step(self, late: np.ndarray | None) -> None:  # noqa: D102
         # A gradient that is not cleared is that of later steps too.
-        self._late = True
+        self._late, self._were_loaded = True, False
         self.vocabulary.count_step(late)
 
     def step_ended(self) -> None:
@@ -294,12 +298,37 @@ class VocabularyIds(IdSpace):
         with handle.rows.lock:
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)
+            self._check_load(plan, values)
             with loading({handle.table: str(self)}, "load_state_dict") as changes:
                 changes.append(True)
                 self.vocabulary.load(plan)
                 if values is not None:
                     handle.table.wait()
                     handle.rows.place("weight", values.detach(), plan.placement)
+            self._were_loaded = True
+            self._with_state.clear()
+
+    def note_loaded_state(self, optimizer: Optimizer) -> None:  # noqa: D102
+        if self._were_loaded:
+            self._with_state.add(optimizer)
+
+    def _check_load(self, plan: LoadPlan, values: Tensor | None) -> None:
+        """Raise unless the rows of a plan can be loaded, before anything changes."""
+        handle = self._of
+        handle.table.check_writable()
+        if values is not None and (values.is_meta or values.layout != torch.strided):
+            raise InvalidTypeError(
+                f"{self}: the rows to load are {'on the meta device' if values.is_meta else values.layout}; load the weight "
+                "that state_dict() returned"
+            )
+        for optimizer in self._with_state:
+            state = optimizer.state.get(handle.param)
+            own = handle.state is not None and handle.state.optimizer() is optimizer
+            if state and not (own and handle.state.has_taken(state)) and self.vocabulary.would_move(plan):
+                raise InvalidValueError(
+                    f"{self}: other ids are loaded than those for which {type(optimizer).__name__} has loaded state that no "
+                    "step has taken, and whose state it is then is not known; load the optimizer's state after the module's"
+                )
 
     def gather(self) -> None:  # noqa: D102
         self.owners.gather()

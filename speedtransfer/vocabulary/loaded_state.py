@@ -107,6 +107,9 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         if not isinstance(value, Tensor) or value.dim() != dims or dtype not in (None, value.dtype):
             shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise error(f"'vocabulary.{name}' is {shown} but must be {dtype or 'integers'} of {dims} dimensions")
+        if value.is_meta or value.layout != torch.strided:
+            shown = "on the meta device" if value.is_meta else str(value.layout)
+            raise error(f"'vocabulary.{name}' is {shown} but has to hold its values one after the other")
         arrays[name] = value.detach().cpu().numpy()
     numbers = dict(zip(NUMBERS, arrays["numbers"].tolist(), strict=False))
     if numbers.get("format") != FORMAT or len(arrays["numbers"]) != len(NUMBERS):

@@ -224,6 +224,8 @@ class Vocabulary(Room):
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on with a state of a table of as many rows, whose rows are there."""
         live, owner = self._bound()
+        if not isinstance(state.get("ids"), Tensor):
+            raise InvalidValueError(f"{owner}: the state has no 'ids'; load what vocabulary.state_dict() returned")
         if len(state["ids"]) != len(live.ids):
             raise InvalidValueError(
                 f"{owner}: the state is of {len(state['ids'])} rows but there are {len(live.ids)}; load it with the model"
@@ -231,6 +233,7 @@ class Vocabulary(Room):
         self.load(self.plan_load(state, len(live.ids)))
 
     plan_load = saved_vocabulary.plan_load
+    would_move = saved_vocabulary.would_move
     load = saved_vocabulary.load
     go_on_with = saved_vocabulary.go_on_with
     reset_rows = saved_vocabulary.reset_rows
