@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from speedtransfer.errors import InvalidTypeError
+
 # Rows move as bits, under these dtypes by size: torch and CuPy lack operations and names for many small floats and
 # unsigned integers, but not for these.
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -49,6 +51,16 @@ _OF_NUMPY = [dtype for dtype in _OF_TABLES.values() if dtype not in NO_NUMPY_DTY
 # Whatever the default device is when this is imported.
 TORCH_OF_NUMPY = {torch.empty(0, dtype=dtype, device="cpu").numpy().dtype: dtype for dtype in _OF_NUMPY}
 NUMPY_OF_TORCH = {dtype: name for name, dtype in TORCH_OF_NUMPY.items()}
+
+
+def check_values(tensor: torch.Tensor, name: str) -> None:
+    """Raise `InvalidTypeError` unless a tensor, which errors call `name`, holds its values one beside the other."""
+    if tensor.is_meta:
+        raise InvalidTypeError(
+            f"{name} is on the meta device, which has no values; pass a tensor on the CPU or on a GPU"
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidTypeError(f"{name} has layout {tensor.layout} but a table is dense; pass it .to_dense()")
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:

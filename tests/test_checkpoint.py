@@ -120,6 +120,8 @@ Point = namedtuple("Point", "x y")
         (np.array(["a"]), "array of <U1"),
         (torch.eye(2).to_sparse(), r"torch.sparse_coo tensor"),
         (torch.empty(2, device="meta"), "on meta"),
+        (nn.LazyLinear(3).weight, r"extra\['deep'\]\[0\] is uninitialized, .* run the model once"),
+        (np.ma.masked_array([1, 2], [True, False]), "masked array, which a checkpoint cannot hold"),
         (2**20000, "integer of 20001 bits"),
         ({torch.ones(1): 1}, "tensor as a key"),
         (itself(), "deeper than 100 levels"),
@@ -185,6 +187,29 @@ def test_every_kind_of_module_state(tmp_path: Path) -> None:
     assert digest({**first.state_dict()}) == digest({**second.state_dict()})
     assert second.other.weight is second.tied.weight
     assert len(load_file(next(tmp_path.glob("model-*")))) == 7  # the shared table once
+
+
+@pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
+def test_two_weights_go_into_one_as_by_a_state_dict(library: Any, tmp_path: Path) -> None:
+    pairs = [nn.ModuleList([library.Embedding(5, 2), library.Embedding(5, 2)]) for _ in range(2)]
+    for pair in pairs:
+        pair[1].weight = pair[0].weight
+    saved = nn.ModuleList([library.Embedding(5, 2), library.Embedding(5, 2)])
+    st.save_checkpoint(tmp_path, saved)
+    st.load_checkpoint(tmp_path, pairs[0])
+    pairs[1].load_state_dict(saved.state_dict())
+    assert torch.equal(pairs[0][0].weight, saved[1].weight)
+    assert torch.equal(pairs[0][0].weight, pairs[1][0].weight)
+
+
+def test_a_state_dict_that_does_something_to_rows_is_refused(tmp_path: Path) -> None:
+    emb = st.Embedding(5, 2)
+    emb.register_state_dict_post_hook(lambda module, state, *_: state.update(weight=state["weight"].cpu()))
+    with pytest.raises(
+        InvalidTypeError, match=r"state_dict.. of Embedding, or a hook of it, does something to the rows"
+    ):
+        st.save_checkpoint(tmp_path / "a", emb)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
 from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import LoadPlan
@@ -21,7 +21,13 @@ from speedtransfer.vocabulary import LoadPlan
 def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
     """Return the state dict with placeholders for the rows of tables, and the tables by their keys."""
     with placeholder_rows() as met:
-        state = model.state_dict()
+        try:
+            state = model.state_dict()
+        except NotImplementedError as error:
+            raise InvalidTypeError(
+                f"state_dict() of {type(model).__name__}, or a hook of it, does something to the rows of tables, which are "
+                f"placeholders there ({error}); leave entries of tables as they are"
+            ) from error
     handles = {id(placeholder): handle for placeholder, handle in met}
     return state, {key: handles[id(value)] for key, value in state.items() if id(value) in handles}
 
@@ -125,7 +131,9 @@ class SavedModel:
                 if not isinstance(inner, dict) or type(inner.get("version")) not in (int, type(None)):
                     raise TypeError("metadata of the model without versions")
             self._state._metadata = metadata  # type: ignore[attr-defined]
-        self._counters = {key: node["counters"].get(key, {}) for key in self._tables}
+        # Under the first of two places.
+        first = {key: entries[key]["v"] if entries[key].get("$") == "same" else key for key in self._tables}
+        self._counters = {key: node["counters"].get(first[key], {}) for key in self._tables}
         if not all(type(n) is int for counters in self._counters.values() for n in counters.values()):
             raise TypeError("counters that are no integers")
 
@@ -137,7 +145,9 @@ class SavedModel:
 
     def load(self, advance: Callable[[int], None]) -> None:
         """Load the model, the rows of tables in chunks."""
-        keys, done = {id(self._state[key]): key for key in self._tables}, set()
+        keys = {id(self._state[key]): key for key in self._tables}
+        # Of a table in two places the last, as in torch.
+        last: dict[Handle, str] = {}
         with placeholder_rows(self._plans) as met:
             self.model.load_state_dict(self._state, strict=self._is_whole)
         for placeholder, handle in met:
@@ -147,15 +157,15 @@ class SavedModel:
                     "a hook of load_state_dict made other values of a table's rows, which it does not see here; remove the "
                     "hook, or load them with model.load_state_dict"
                 )
-            if handle not in done:
-                done.add(handle)
-                rows = self._rows[key]
-                if handle.table.is_read_only:
-                    # Equal, as was checked.
-                    advance(handle.num_rows * rows.row_bytes)
-                    continue
-                rows.copy_into(handle, "weight", advance)
-                handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
+            last[handle] = key
+        for handle, key in last.items():
+            rows = self._rows[key]
+            if handle.table.is_read_only:
+                # Equal, as was checked.
+                advance(handle.num_rows * rows.row_bytes)
+                continue
+            rows.copy_into(handle, "weight", advance)
+            handle.rows.load_state_dict(self._counters[key] if rows.stored_as(handle.rows, "weight") else {})
 
 
 def _check_keys(saved: set[str], ours: set[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
@@ -59,6 +60,8 @@ def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
         return {"$": "complex", "v": [encode(x, path, keep, depth + 1) for x in (value.real, value.imag)]}
     if isinstance(value, Tensor):
         return _encode_tensor(value, path, keep)
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidTypeError(f"{path} is a masked array, which a checkpoint cannot hold; save its data and its mask")
     if isinstance(value, np.ndarray):
         return {**_encode_tensor(_from_numpy(value, path), path, keep), "$": "ndarray"}
     if isinstance(value, np.generic) and value.dtype.name in _SCALARS:
@@ -90,6 +93,10 @@ def _encode_mapping(value: Any, tag: str, path: str, keep: Keep, depth: int) -> 
 
 
 def _encode_tensor(value: Tensor, path: str, keep: Keep) -> dict[str, Any]:
+    if is_lazy(value):
+        raise InvalidValueError(
+            f"{path} is uninitialized, as in lazy modules before the first batch; run the model once, or leave it out"
+        )
     if value.layout != torch.strided or value.is_quantized or value.is_nested or value.device.type == "meta":
         raise InvalidTypeError(
             f"{path} is a {value.layout} tensor on {value.device} without plain values; pass it .to_dense() and materialised"

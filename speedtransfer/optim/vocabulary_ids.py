@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from speedtransfer.dtypes import check_values
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
 from speedtransfer.optim.id_space import IdSpace
@@ -316,11 +317,8 @@ class VocabularyIds(IdSpace):
         """Raise unless the rows of a plan can be loaded, before anything changes."""
         handle = self._of
         handle.table.check_writable()
-        if values is not None and (values.is_meta or values.layout != torch.strided):
-            raise InvalidTypeError(
-                f"{self}: the rows to load are {'on the meta device' if values.is_meta else values.layout}; load the weight "
-                "that state_dict() returned"
-            )
+        if values is not None:
+            check_values(values, f"{self}: what is to be loaded")
         for optimizer in self._with_state:
             state = optimizer.state.get(handle.param)
             own = handle.state is not None and handle.state.optimizer() is optimizer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.dtypes import TORCH_OF_NUMPY
+from speedtransfer.dtypes import TORCH_OF_NUMPY, check_values
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables.records import span_bytes
 
@@ -47,6 +47,7 @@ def check_rows(rows: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device:
         raise InvalidValueError(
             f"{what} is on {rows.device} but the table computes on {device}; pass it .to('{device}')"
         )
+    check_values(rows, what)
 
 
 def check_conversion(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

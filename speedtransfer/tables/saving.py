@@ -6,12 +6,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.dtypes import FLOAT8_DTYPES
+from speedtransfer.dtypes import FLOAT8_DTYPES, check_values
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
@@ -96,8 +95,7 @@ class Saving(Planes):
         With `cache_rows` or `max_rows` it is copied.
         """
         tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
-        if tensor.layout != torch.strided:
-            raise InvalidTypeError(f"array has layout {tensor.layout} but a table is dense; pass it .to_dense()")
+        check_values(tensor, "array")
         if tensor.dim() != 2:
             raise InvalidValueError(
                 f"array has shape {tuple(tensor.shape)} but a table is 2-D; reshape it to (rows, dim)"

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import check_values
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changed_ids import check_alone, check_changes
@@ -84,6 +85,7 @@ def _checked(vocabulary: Room, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor,
             f"{owner}: ids has shape {wanted.shape} and rows is {what} but must be a tensor "
             f"of shape ({len(wanted)}, {live.table.dim}); pass one with a row for each id"
         )
+    check_values(values, f"{owner}: rows")
     return wanted, values, changes
 
 

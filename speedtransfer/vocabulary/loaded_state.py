@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import check_values
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import Placement
 from speedtransfer.vocabulary.id_index import IdIndex
@@ -107,9 +108,7 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         if not isinstance(value, Tensor) or value.dim() != dims or dtype not in (None, value.dtype):
             shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
             raise error(f"'vocabulary.{name}' is {shown} but must be {dtype or 'integers'} of {dims} dimensions")
-        if value.is_meta or value.layout != torch.strided:
-            shown = "on the meta device" if value.is_meta else str(value.layout)
-            raise error(f"'vocabulary.{name}' is {shown} but has to hold its values one after the other")
+        check_values(value, f"{about}: 'vocabulary.{name}'")
         arrays[name] = value.detach().cpu().numpy()
     numbers = dict(zip(NUMBERS, arrays["numbers"].tolist(), strict=False))
     if numbers.get("format") != FORMAT or len(arrays["numbers"]) != len(NUMBERS):
