@@ -30,6 +30,10 @@ def follow(
         raise InvalidValueError(
             f"FOLDER is {str(folder)!r}, which is not a folder; pass the one that deltas are written to"
         )
+    if pattern in ("", ".") or Path(pattern).is_absolute():
+        raise InvalidValueError(
+            f"--pattern is {pattern!r} but must be one of names in FOLDER; pass one such as '*.safetensors'"
+        )
     paths = sorted(path for path in folder.glob(pattern) if path.is_file())
     if not paths:
         raise InvalidValueError(f"{str(folder)!r} holds no {pattern}; pass another folder, or --pattern")
