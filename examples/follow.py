@@ -84,7 +84,9 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="a PNG of the lag of each delta and the time of each step")
     given = parser.parse_args()
     if given.rows < 1 or given.deltas < 2 or given.steps < 1:
-        parser.error("--rows and --steps begin at 1, and --deltas at 2: the first is compiled for, the others are timed")
+        parser.error(
+            "--rows and --steps begin at 1, and --deltas at 2: the first is compiled for, the others are timed"
+        )
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as name:
