@@ -342,3 +342,17 @@ def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: An
     with pytest.raises((InvalidValueError, CheckpointError), match=r"computed again with other ids|different metadata"):
         out.backward()
     assert emb.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_saved_tensors_that_hooks_keep_serve_more_than_one_backward(kind: str) -> None:
+    def gradient(library: Any) -> Tensor:
+        torch.manual_seed(0)
+        module = getattr(library, kind)(50, 3, device="cpu")
+        with graph.save_on_cpu():
+            out = module(IDS.view(1, -1)).square()
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        return module.weight.grad.to_dense()
+
+    torch.testing.assert_close(gradient(st), gradient(nn))

@@ -29,8 +29,10 @@ KEY = "_speedtransfer_handle"
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
-# Return the hooks that get what autograd saves, such as those of a checkpoint, which computes it again; given True, or None.
-saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_tracing: ...)
+# Return the hooks that get what autograd saves, and give it back, or None. A checkpoint has some, which compute it again.
+# Before torch 2.8 nothing tells.
+saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_hooks: Callable[[bool], Any] = saving_hooks or (lambda ignore_tracing: None)
 
 
 class TableRows(torch.autograd.Function):
@@ -53,11 +55,11 @@ class TableRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
         ctx.values, ctx.num_rows, ctx.use, ctx.left = values, param.shape[0], use, None
-        ctx.saves = use[1] is not None and saving_hooks(True) is not None
         use[0].views.joined.append(weakref.ref(ctx))
-        if ctx.saves:
-            # A checkpoint raises if it finds another number of them, which would have torch write beyond the gradient.
-            ctx.save_for_backward(use[1])
+        hooks = None if use[1] is None else _hooks(True)
+        # Kept as autograd would, but for more than one backward. A checkpoint raises if it finds another number of rows, for
+        # which torch would write beyond the gradient.
+        ctx.saved = hooks and (hooks[0](use[1]), hooks[1])
         # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
         # while another thread steps.
         return values if use[4] else values.detach()
@@ -72,8 +74,9 @@ class TableRows(torch.autograd.Function):
             if ctx.left:
                 raise InvalidValueError(ctx.left)
             return of_all_rows(handle, ids, grad, known, ctx.num_rows).to_dense(), None, None
-        if grad is not None and ctx.saves:
-            _check_same(handle, ids, ctx.saved_tensors[0])
+        if grad is not None and ctx.saved is not None:
+            packed, unpack = ctx.saved
+            _check_same(handle, ids, unpack(packed))
         if grad is not None and handle.requires_grad:
             features = None if take_features is None else take_features()
             if handle.views.is_observed():
