@@ -282,3 +282,47 @@ def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
         row.numpy()[:] = 1.0
         optimizer.step()
     torch.testing.assert_close(*(emb.state_dict()["weight"] for emb, _ in pairs))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"storage_dtype": torch.bfloat16, "dtype": torch.float32}], ids=["rows", "copies"]
+)
+def test_rows_taken_with_gradients_are_views(options: dict[str, Any]) -> None:
+    """They go on showing and writing the rows of now; hooks and gradients are those of the tensor that was taken."""
+
+    def seen(library: Any) -> list[Any]:
+        made, found = (
+            library.Embedding(40, 6, **{"dtype": torch.float64} | (options if library is st else {})),
+            list[Any](),
+        )
+        # Numbers that bfloat16 holds, and steps of a power of two.
+        rows = torch.randint(-8, 8, (40, 6), generator=torch.Generator().manual_seed(1)) / 4
+        with torch.no_grad():
+            made.weight.copy_(rows)
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.25)
+        row, some = made.weight[3], made.weight[3:6]
+        row.register_hook(found.append)
+        row.retain_grad()
+        (row * 2).sum().backward()
+        found += [row.grad, made.weight.grad.to_dense()]
+        found += torch.autograd.grad((some * some).sum(), some)
+        with pytest.raises(RuntimeError, match="view of a leaf"):
+            some.mul_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [row.clone(), some.clone()]
+        (row * made.weight[3] + some[1]).sum().backward()
+        with torch.no_grad():
+            assert some[1].mul_(2).requires_grad
+            row[2] = 1
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [row.tolist(), some.clone(), made.weight.clone(), row.requires_grad, row.is_leaf, len(some)]
+        torch.autograd.backward([made.weight[6].sum(), made.weight[2, 2]])
+        torch.autograd.backward(made.weight[-1], torch.ones(6, dtype=made.weight.dtype))
+        return [*found, made.weight.grad.to_dense()]
+
+    for ours, theirs in zip(seen(st), seen(nn), strict=True):
+        if isinstance(theirs, Tensor):
+            ours, theirs = ours.tolist(), theirs.tolist()
+        assert ours == theirs

@@ -124,7 +124,7 @@ emb.weight[row] *= 0.5
 emb.weight.data[row].fill_(0.25) if emb._handle.rows.plain else None
 emb.table.torch()[row].fill_(1)
 emb.table.numpy()[row] = 1
-if emb._handle.rows.plain: emb.weight.detach().numpy()[row] = 2
+if emb._handle.aliased: emb.weight.detach().numpy()[row] = 2
 [values[row].mul_(0.5) for values in state if type(values) is PlaneView]
 [values.numpy().__setitem__(row, 0.5) for values in state if type(values) is PlaneView]
 emb.table.fill_(0.5)

@@ -167,6 +167,22 @@ emb.weight.data = F.normalize(emb.weight.data, dim=1)
 emb.weight.data.index_add_(0, index, rows)
 emb.weight.data.view(-1)[:5] = 0
 emb.weight.detach().copy_(full)
+nn.init.zeros_(emb.weight[3])
+nn.init.constant_(emb.weight[2:9], 0.5)
+done = nn.init.ones_(emb.weight[2:39])
+done = nn.init.ones_(emb.weight.t()[1])
+emb.weight[3].data.fill_(1), emb.weight[2:4].detach().mul_(2), emb.weight.view(-1).data[5:90].fill_(1)
+
+# refused: the array is over a copy and cannot be written
+emb.weight[3].detach().numpy()[:] = 0.5
+
+# Rows that were taken with gradients, and are written to without
+row, some = emb.weight[3], emb.weight[2:5]
+with torch.no_grad():
+    row[1] = 2.0
+    some[:, 0] = 1.0
+    some.mul_(2)
+row, some, row.requires_grad, row.is_leaf
 
 # refused (copies): the array is over a copy and cannot be written
 emb.weight.detach().numpy()[:] = full.numpy()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -151,30 +152,39 @@ _NAMES = """
 """
 _LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
+# By a transform of torch.func.
+_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
 _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
-class _Copy:
+class Copied:
     """A copy of rows of a table that no tensor can alias, `values`; or the rows themselves, where they are only read.
 
     `rows`, a handle or some of its rows, reads them again and stores them.
     """
 
     def __init__(self, rows: Any, values: Tensor) -> None:
-        self.rows, self.values, self.version = rows, values, rows.table.version
+        self.rows, self.values, self.shown = rows, values, _state_of(rows.table)
 
     def refresh(self) -> None:
         """Show the rows of now, if the table has changed."""
-        if self.rows is not None and self.rows.table.writable and self.version != self.rows.table.version:
+        if self.rows is None or not self.rows.table.writable:
+            return
+        shown = _state_of(self.rows.table)
+        if shown is None or shown != self.shown:
             with torch.no_grad():
-                self.values.copy_(self.rows.whole()[: len(self.values)])
-            self.version = self.rows.table.version
+                rows = self.rows.whole()[: len(self.values)]
+                # A graph may have saved them.
+                if not torch.equal(rows, self.values):
+                    self.values.copy_(rows)
+            self.shown = shown
 
     def write_back(self) -> None:
         """Write the copy to the table."""
         if self.rows is not None:
             self.rows.store(self.values)
-            self.version = self.rows.table.version
+            self.shown = _state_of(self.rows.table)
 
     def detach_from_table(self, kept: Tensor) -> None:
         """Stay as it is: the table gets other rows, and had `kept`."""
@@ -182,10 +192,18 @@ class _Copy:
         self.rows = None
 
 
+def _state_of(table: Table) -> tuple[int, int] | None:
+    """Return what changes when rows of a table may have; None: at any time, unseen."""
+    sign = table.sign_of_views()
+    return None if sign is None else (table.version, sign)
+
+
 class CopiedRows(Tensor):
     """A view of a copy of rows of a table: shows them as they are now, and what is written to it is written back."""
 
-    source: _Copy
+    source: Copied
+    # The same as an ordinary tensor, which is the one that graphs have and hooks are registered on.
+    plain: Tensor
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -200,13 +218,21 @@ def _call_with_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     def plain(tensor: CopiedRows) -> Tensor:
         with as_tensor():
             tensor.source.refresh()
-            copies.append((tensor, tensor._version, tensor.as_subclass(Tensor)))
-            return copies[-1][2]
+            copies.append((tensor, tensor._version, tensor.plain))
+            return tensor.plain
 
     args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs))
     for tensor, _, values in copies:
         rows = tensor.source.rows
-        if rows is not None and not rows.table.writable and _writes_to(values, func, args, kwargs):
+        if rows is None or not _writes_to(values, func, args, kwargs):
+            continue
+        # Functions of torch.nn.init, written in Python, leave gradients out.
+        if torch.is_grad_enabled() and values.requires_grad and not isinstance(func, FunctionType):
+            raise RuntimeError(
+                f"{func.__name__}() changes rows of {rows} in place, a view of a leaf that requires a gradient; do it with "
+                "torch.no_grad(), or change a copy (.clone())"
+            )
+        if not rows.table.writable:
             rows.table.check_writable()
     result = func(*args, **kwargs)
     with as_tensor():
@@ -215,20 +241,23 @@ def _call_with_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 tensor.source.write_back()
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
-    return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _, _ in copies]), result)
+    given, sources = {id(plain): tensor for tensor, _, plain in copies}, [tensor.source for tensor, _, _ in copies]
+
+    def returned(view: Tensor) -> Tensor:
+        return given[id(view)] if id(view) in given else writing_back(view, sources)
+
+    return tree_map_only(Tensor, returned, result)
 
 
-def _writing_back(tensor: Any, sources: list[_Copy]) -> Any:
+def writing_back(tensor: Any, sources: list[Copied]) -> Any:
     """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table, or of rows that are only read."""
-    if type(tensor) is Tensor and not tensor.requires_grad and tensor.layout == torch.strided:
+    if type(tensor) is Tensor and tensor.layout == torch.strided and not _is_wrapped(tensor):
         for source in sources:
-            rows = source.rows
-            aliased = rows is not None and rows.aliased and rows.table.writable
-            if not aliased and _is_alias_of(tensor, source.values):
+            if _is_alias_of(tensor, source.values):
                 view = tensor.as_subclass(CopiedRows)
-                view.source = source
-                if rows is not None:
-                    rows.track_alias(source)
+                view.source, view.plain = source, tensor
+                if source.rows is not None:
+                    source.rows.track_alias(source)
                 return view
     return tensor
 
@@ -355,15 +384,16 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         # By its name, too: torch's CUDA code does not count all writes to lists of tensors.
         if not handle.aliased and (values._version != version or _writes_to(values, func, new_args, new_kwargs)):
             handle.store(values)
-    writable = all(handle.aliased and handle.table.writable for _, _, handle, _ in given.values())
-    if isinstance(result, np.ndarray) and not writable:
-        # An array over a copy: writes to it would not reach the table. Or over rows that are only read.
+    # Copies, or rows that are only read.
+    copies = [(handle, it) for _, it, handle, _ in given.values() if not (handle.aliased and handle.table.writable)]
+    if isinstance(result, np.ndarray) and copies:
+        # Writes to it would not reach the table.
         result.flags.writeable = False
-    sources = [_Copy(handle, values) for _, values, handle, _ in given.values()]
+    sources = [Copied(handle, values.detach()) for handle, values in copies]
 
     # A function that returned its argument returns the weight; views of a copy write back to the table.
     def returned(tensor: Tensor) -> Any:
-        return given[id(tensor)][0] if id(tensor) in given else _writing_back(tensor, sources)
+        return given[id(tensor)][0] if id(tensor) in given else writing_back(tensor, sources)
 
     return tree_map_only(Tensor, returned, result)
 
@@ -374,7 +404,7 @@ def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any
     result = func(values, *args)
     if values._version != version:
         rows.store(values)
-    return weight if result is values else _writing_back(result, [_Copy(rows, values)])
+    return weight if result is values else writing_back(result, [Copied(rows, values)])
 
 
 def _attribute(name: str) -> property:

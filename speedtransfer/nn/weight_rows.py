@@ -10,8 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_copy, with_whole
-from speedtransfer.nn.weight_calls import activated, check_named_by_row, embedding, has_table, in_transform
+from speedtransfer.nn.active import activate
+from speedtransfer.nn.weight import (
+    Copied,
+    TableWeight,
+    WeightData,
+    handle_of,
+    special,
+    with_copy,
+    with_whole,
+    writing_back,
+)
+from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table, in_transform
 from speedtransfer.optim import Handle
 from speedtransfer.tables import Table, UniqueRows
 
@@ -165,11 +175,12 @@ def _rows_at(weight: Any, index: Any) -> Any:
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
     if named is None or not has_table(weight) or handle.id_space.come_and_go:
         return NotImplemented
-    active = activated(
-        weight, UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device)), None, None, 2.0
-    )
-    # A view of a leaf, which as in torch cannot be changed in place.
-    return NotImplemented if active is None else active.rows[(named.within, *rest)]
+    check_named_by_row(handle)
+    groups = UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device))
+    # Those that may be padded can be changed in place, without gradients: what is written is written back.
+    active = activate(handle, groups, True, padded=True)
+    copied = Copied(_SomeRows(handle.of, active.ids + handle.start), active.rows.detach())
+    return writing_back(active.rows[(named.within, *rest)], [copied])
 
 
 def _select(weight: Any, dim: Any, index: Any) -> Any:
