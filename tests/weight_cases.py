@@ -123,6 +123,10 @@ id(emb.weight) in {id(p) for g in opt.param_groups for p in g["params"]}, hash(e
 emb(torch.arange(40)), emb(torch.arange(40)).shape == emb.weight.shape
 model.get_parameter("emb.weight"), getattr(model.emb, "weight"), operator.attrgetter("emb.weight")(model)
 torch.func.functional_call(emb, dict(emb.named_parameters()), (ids,))
+torch.func.grad(lambda it, ids: torch.func.functional_call(emb, it, (ids,)).sin().sum())(dict(emb.named_parameters()), ids)
+torch.func.vmap(lambda row: row.sum())(emb.weight), torch.func.vjp(lambda w: w * w, emb.weight)[1](full)
+torch.func.jacrev(lambda w: (w * w).sum(0))(emb.weight), torch.func.jacrev(lambda w: (w * w).sum(0))(emb.weight.detach())
+torch.func.grad_and_value(lambda w: w.square().sum())(emb.weight)
 
 # A tensor of one's own, changed by the weight
 with torch.no_grad():

@@ -9,12 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.nn.fills import of_whole, truncating
+from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
 from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
 
@@ -32,6 +35,10 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.DataParallel, "replicate", param_guards.copying_none),
     (nn.parallel.DistributedDataParallel, "__init__", replicas.replicating_tables),
     (nn.parallel.DistributedDataParallel, "join", replicas.refusing_tables),
+    # By these torch.func wraps what it transforms.
+    (torch._functorch.eager_transforms, "_wrap_for_grad", knowing_weights),
+    (torch._functorch.eager_transforms, "_wrap_functional_tensor", refusing_weights),
+    (torch._functorch.vmap, "_add_batch_dim", knowing_weights),
     (nn.init, "sparse_", of_whole),
     # Others may have imported trunc_normal_ already, which looks this up.
     (nn.init, "_no_grad_trunc_normal_", truncating),

@@ -8,6 +8,7 @@ and the gradient of all rows is deposited; lookups (``F.embedding``, indexing by
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -21,6 +22,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
+from speedtransfer.optim.views import outside_of_transforms
 from speedtransfer.tables import Table
 
 # Both are filled by `weight_calls`, `weight_rows` and `fills`.
@@ -396,6 +398,40 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         return given[id(tensor)][0] if id(tensor) in given else writing_back(tensor, sources)
 
     return tree_map_only(Tensor, returned, result)
+
+
+def knowing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a tensor that torch does not ask the class of the tensor for, called with all rows of a weight."""
+
+    @functools.wraps(function)
+    def called(tensor: Any, *args: Any) -> Any:
+        return function(_all_rows(tensor) if isinstance(tensor, TableWeight) else tensor, *args)
+
+    return called
+
+
+@uncompiled
+def _all_rows(weight: Any) -> Tensor:
+    handle = handle_of(weight)
+    if torch.is_grad_enabled() and handle.requires_grad:
+        return handle.whole_in_graph()
+    with outside_of_transforms():
+        return handle.whole()
+
+
+def refusing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a tensor that raises for a weight, as that has to be the tensor itself."""
+
+    @functools.wraps(function)
+    def called(tensor: Any, *args: Any) -> Any:
+        if isinstance(tensor, TableWeight):
+            raise InvalidTypeError(
+                f"{handle_of(tensor)} is the weight of a table, which torch.func.functionalize would not see the rows of; pass "
+                "a copy (weight.detach().clone())"
+            )
+        return function(tensor, *args)
+
+    return called
 
 
 def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any, ...]) -> Any:

@@ -177,7 +177,7 @@ class Views:
                 # Torch asks for that of who has it by a weak reference.
                 known._fix_weakref()  # type: ignore[attr-defined]
                 return known
-        with torch.inference_mode(False), _outside_of_transforms():
+        with torch.inference_mode(False), outside_of_transforms():
             values = self.whole().detach()
             every = None if handle.features is None else handle.features.every
             deposit = functools.partial(handle.pending.deposit_whole, values, handle.id_space.stamp())
@@ -209,7 +209,7 @@ class Views:
         self._whole = None
 
 
-def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
     """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
