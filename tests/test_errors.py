@@ -105,6 +105,7 @@ st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]) -> InvalidTypeError: padding_
 st.MultiEmbedding(10, 4) -> InvalidTypeError: num_embeddings is 10 but must be several; pass one for each
 st.Embedding(3, 2, memory="mmap", path=3) -> InvalidTypeError: path is a int but must be the path of a file
 st.Table(3, 2).init_("normal") -> InvalidTypeError: function is 'normal' but must take a chunk of rows
+st.Table(3, 2).init_(torch.nn.init.xavier_uniform_) -> InvalidValueError: xavier_uniform_, which looks at all rows
 st.NgramHash(rows=10, orders="23") -> InvalidTypeError: orders is '23' \(str\) but must be a number or
 st.NgramHash(rows=10, eos="</s>") -> InvalidTypeError: eos is '</s>' \(str\) but must be an integer
 st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the meta device

@@ -262,3 +262,24 @@ def test_what_is_loaded_gives_it_rows(born: Callable[[], Any], assign: bool) -> 
     train(ours, columns, ADAM, steps=2)
     train(theirs, columns, ADAM, steps=2)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", [st.MultiEmbedding, st.MultiEmbeddingBag])
+def test_names_of_attributes_are_refused(kind: Any) -> None:
+    made, refused = kind({"x": 5, "y": 5}, DIM), set()
+    for name in sorted({*dir(made), *vars(made), "mode", "dtype"}):
+        if name.startswith("_") or hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
+            # nn.ModuleDict refuses these.
+            continue
+        try:
+            assert kind({"x": 5, name: 5}, DIM)[name].weight.shape == (5, DIM)
+        except InvalidValueError:
+            refused.add(name)
+    assert refused == set(kind._taken)
+
+
+def test_a_dict_with_such_a_name_stays_apart() -> None:
+    model = nn.ModuleDict({"sizes": nn.ModuleDict({"weight": nn.Embedding(5, DIM), "shop": nn.Embedding(5, DIM)})})
+    replaced = st.replace_embeddings(model, 0, fuse=True)
+    assert replaced == ["sizes.weight", "sizes.shop"]
+    assert "a feature is named 'weight'" in replaced.notes["sizes.weight"]

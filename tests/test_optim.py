@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
-from speedtransfer.errors import OptimizerError
+from speedtransfer.errors import InvalidTypeError, OptimizerError
 
 
 # Bit-equal: 16 columns fill whole vector registers, so no kernel treats a row differently for its place in the array.
@@ -97,6 +97,22 @@ def test_the_largest_value_of_a_gradient_without_rows(foreach: bool | None) -> N
     emb(torch.empty(0, dtype=torch.int64)).sum().backward()
     assert torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0, norm_type=math.inf, foreach=foreach) == 0
     assert emb.weight.grad.norm(math.inf) == 0
+
+
+def test_a_gradient_by_hand_stays_that_of_the_caller() -> None:
+    embs = [st.Embedding(8, 2, device="cpu") for _ in range(2)]
+    actives, grad = [emb.activate([1, 5]) for emb in embs], torch.ones(2, 2)
+    for factor in (1, 10):
+        for active in actives:
+            active.add_grad(grad.fill_(factor))
+    assert all((emb.weight.grad[[1, 5]] == 11).all() for emb in embs)
+    assert torch.nn.utils.clip_grad_norm_([emb.weight for emb in embs], 1.0) == pytest.approx(11 * 8**0.5)
+    torch.testing.assert_close(embs[0].weight.grad.norm(), torch.tensor(0.5**0.5))
+    assert (grad == 10).all()
+    with torch.inference_mode():
+        actives[0].add_grad(torch.ones(2, 2))
+    with pytest.raises(InvalidTypeError, match=r"must be a tensor of shape \(2, 2\); pass torch.as_tensor"):
+        actives[0].add_grad([[1.0, 2.0]] * 2)
 
 
 def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up() -> None:

@@ -14,6 +14,7 @@ from cpu_kernels import CpuKernels, cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.vocabulary import device_map, numba_initial
 from speedtransfer.vocabulary.device_map import Slots, fill_unseen
@@ -210,3 +211,10 @@ def unmixed(x: int) -> int:
             found = x ^ found >> shift
         x = found * pow(factor, -1, 2**64) % 2**64
     return x
+
+
+def test_the_table_alone_cannot_say_what_rows_begin_with() -> None:
+    emb = st.Embedding(4, 2, vocabulary=st.Vocabulary(initial=0.5))
+    with pytest.raises(InvalidTypeError, match=r"cannot be filled by its table; .* torch\.nn\.init\.normal_"):
+        emb.table.uniform_(-0.05, 0.05)
+    assert (emb(torch.tensor([7])) == 0.5).all()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weight_world import assert_equal
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.rows import LAST_STEP
 
 VALUES = (torch.arange(24.0).reshape(6, 4) - 9) / 8  # bfloat16 holds them
@@ -326,3 +326,60 @@ def test_rows_taken_with_gradients_are_views(options: dict[str, Any]) -> None:
         if isinstance(theirs, Tensor):
             ours, theirs = ours.tolist(), theirs.tolist()
         assert ours == theirs
+
+
+@pytest.mark.parametrize("options", [{}, {"storage_dtype": torch.bfloat16}], ids=["rows", "copies"])
+class TestOtherTensors:
+    """What is made of the weight of a table, or shares its memory."""
+
+    def test_a_tensor_of_its_shape_can_be_written(self, options: dict[str, Any]) -> None:
+        emb = st.Embedding(40, 6, **options)
+        mask = torch.full_like(emb.weight, 1.0)
+        mask[3] = 0
+        mask.numpy()[4, 1] = 0
+        assert mask.sum() == 40 * 6 - 7
+
+    def test_another_weight_cannot_follow(self, options: dict[str, Any]) -> None:
+        online, target = (st.Embedding(40, 6, **options) for _ in range(2))
+        before = target.weight.detach().clone()
+        for given in (online.weight.data, online.weight):
+            with pytest.raises(InvalidValueError, match=r"share the weight itself \(module\.weight = other\.weight\)"):
+                target.weight.data = given
+        assert torch.equal(target.weight, before)
+
+    def test_a_table_of_it(self, options: dict[str, Any]) -> None:
+        emb = st.Embedding(40, 6, **options)
+        for given in (emb.weight, emb.weight.data, emb.weight[3:9]):
+            made = st.Embedding.from_pretrained(given, freeze=False, **options)
+            assert torch.equal(made.weight, given)
+
+    def test_zeros_for_one_without_a_gradient(self, options: dict[str, Any]) -> None:
+        one, other = (st.Embedding(4, 2, **options) for _ in range(2))
+        loss = one(torch.tensor([1])).sum()
+        found = torch.autograd.grad(loss, [one.weight, other.weight], retain_graph=True, materialize_grads=True)
+        assert [part.sum() for part in found] == [2, 0]
+        with pytest.raises(ValueError, match="Expected allow_unused to be True"):
+            torch.autograd.grad(loss, [one.weight], materialize_grads=True, allow_unused=False)
+
+    def test_functionalize_is_refused(self, options: dict[str, Any]) -> None:
+        with pytest.raises(InvalidTypeError, match="functionalize"):
+            torch.func.functionalize(lambda weight: weight * 2)(st.Embedding(4, 2, **options).weight)
+
+
+@pytest.mark.parametrize("tie", [lambda head, data: setattr(head.weight, "data", data), None])
+def test_a_head_over_the_memory_of_a_table_in_one_step(tie: Any) -> None:
+    emb, head = st.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    if tie is None:
+        head.weight = nn.Parameter(emb.weight.data)
+    else:
+        tie(head, emb.weight.data)
+    before = emb.weight.detach().clone()
+    optimizer = torch.optim.SGD([*emb.parameters(), *head.parameters()], lr=1.0)
+    (emb(torch.tensor([1])).sum() + head.weight.sum()).backward()
+    with pytest.raises(OptimizerError, match=r"share the parameter itself \(head\.weight = emb\.weight\)"):
+        optimizer.step()
+    assert torch.equal(emb.weight, before)
+    # By an optimizer of its own the head steps as in torch.
+    torch.optim.SGD(head.parameters(), lr=1.0).step()
+    torch.optim.SGD(emb.parameters(), lr=1.0).step()
+    assert torch.equal(emb.weight, before - 1 - (torch.arange(4) == 1)[:, None].float())

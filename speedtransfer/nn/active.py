@@ -73,9 +73,13 @@ class ActiveRows:
         Parameters
         ----------
         grad : Tensor
-            ``(n, dim)``, dtype and device of `rows`; added to the gradient deposited since the last step. The step may use
-            its memory.
+            ``(n, dim)``, dtype and device of `rows`; added to the gradient deposited since the last step. It is copied.
         """
+        if not isinstance(grad, Tensor):
+            raise InvalidTypeError(
+                f"grad is {grad!r:.80} ({type(grad).__name__}) but must be a tensor of shape {tuple(self.rows.shape)}; pass "
+                "torch.as_tensor(grad)"
+            )
         if grad.shape != self.rows.shape:
             raise InvalidValueError(
                 f"grad has shape {tuple(grad.shape)} but there are {tuple(self.rows.shape)} active rows; "
@@ -86,7 +90,9 @@ class ActiveRows:
                 f"grad is {grad.dtype} on {grad.device} but the rows are {self.rows.dtype} on {self.rows.device}; "
                 "pass grad.to(active.rows)"
             )
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            # As ``torch.Tensor.grad`` may be used again, so may this; and it may be given to several tables.
+            grad = grad.detach().clone()
             features = None if self._features is None else self._features.take()
             if self.ids is self._groups.ids:
                 self._deposit(grad=grad, rows=self.rows.detach(), features=features)

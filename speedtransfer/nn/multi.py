@@ -67,6 +67,30 @@ class MultiEmbedding(FeatureModules, TableModule):
     # The modules that it is made of, and arguments of these that all rows of a table have in common.
     _replaces: tuple[Any, Any] = (nn.Embedding, Embedding)
     _common: tuple[str, ...] = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    # Attributes, which no feature can have for a name.
+    _taken: tuple[str, ...] = (
+        *(
+            "activate",
+            "embedding_dim",
+            "feature_ids",
+            "from_modules",
+            "idle",
+            "max_norm",
+            "named",
+            "norm_type",
+            "num_embeddings",
+        ),
+        *(
+            "padding_idx",
+            "prefetch",
+            "reset_parameters",
+            "scale_grad_by_freq",
+            "sparse",
+            "vocabulary",
+            "vocabulary_ids",
+            "weight",
+        ),
+    )
     # Of the features in the vocabulary.
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None
@@ -95,6 +119,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             )
         self.named = isinstance(num_embeddings, Mapping)
         sizes = by_name(num_embeddings)
+        self._refuse_names(sizes)
         one_for_all = not isinstance(padding_idx, Iterable) or isinstance(padding_idx, str)
         paddings = dict.fromkeys(sizes, padding_idx) if one_for_all else by_name(padding_idx)
         if paddings.keys() != sizes.keys():
@@ -160,11 +185,22 @@ class MultiEmbedding(FeatureModules, TableModule):
         return made
 
     @classmethod
+    def _refuse_names(cls, names: Iterable[str]) -> None:
+        """Raise for a feature with the name of an attribute of the module."""
+        taken = next((name for name in names if name in cls._taken), None)
+        if taken is not None:
+            raise InvalidValueError(
+                f"a feature is named {taken!r}, as an attribute of {cls.__name__} is; give it another name, such as "
+                f"'{taken}_ids'"
+            )
+
+    @classmethod
     def _alike(cls, modules: dict[str, Any]) -> dict[str, Any]:
         """Return what modules have in common that can share a table; raise for others."""
         ours = cls._replaces[0].__name__
         if not modules:
             raise InvalidValueError(f"there are no modules; pass at least one nn.{ours}, which says the width of all")
+        cls._refuse_names(modules)
         first = next(iter(modules))
         alike = cls._traits(first, modules[first])
         for name, module in modules.items():

@@ -66,6 +66,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
 
     _replaces = (nn.EmbeddingBag, EmbeddingBag)
     _common = ("embedding_dim", "max_norm", "norm_type", "sparse", "include_last_offset")
+    _taken = (*MultiEmbedding._taken, "concatenate", "features", "include_last_offset", "modes")
 
     @takes_options
     def __init__(

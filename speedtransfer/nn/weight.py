@@ -274,7 +274,8 @@ def handle_of(weight: Any) -> Handle:
     handle = weight.handle if isinstance(weight, WeightData) else find_handle(weight)
     if handle is None:
         raise InvalidValueError(
-            "this parameter was the weight of a table until another was assigned in its place; use that of the module"
+            "this parameter was the weight of a table until another was assigned in its place; use that of the module, and to "
+            "untie two modules assign a copy to the one without a table (head.weight = nn.Parameter(weight.detach().clone()))"
         )
     return handle
 
@@ -426,8 +427,8 @@ def refusing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(tensor: Any, *args: Any) -> Any:
         if isinstance(tensor, TableWeight):
             raise InvalidTypeError(
-                f"{handle_of(tensor)} is the weight of a table, which torch.func.functionalize would not see the rows of; pass "
-                "a copy (weight.detach().clone())"
+                f"{handle_of(tensor)} is the weight of a table, whose rows torch.func.functionalize would not see; pass a "
+                "copy (weight.detach().clone())"
             )
         return function(tensor, *args)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,7 +59,14 @@ def _set_data(weight: Any, values: Tensor) -> None:
         return
     handle = handle_of(weight)
     if isinstance(values, TableWeight | WeightData):
-        values = handle_of(values).whole()
+        other = handle_of(values)
+        if other.of is not handle.of and not other.aliased:
+            # Where it is, the memory tells.
+            raise InvalidValueError(
+                f"{handle} is assigned the rows of {other}, another table, and would not follow them; write its values "
+                "(weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+            )
+        values = other.whole()
     handle.set_whole(values)
 
 
@@ -114,11 +123,20 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
         if fill_value == 0 and num_bytes and torch.device(device).type == "cpu":
             # Untouched pages of an anonymous mapping take no memory; those of torch.zeros do.
             made = torch.frombuffer(buffers.anonymous(num_bytes), dtype=dtype).view(shape)
-        elif handle.aliased or kwargs.get("device") is not None:
+        elif handle.aliased or kwargs.get("device") is not None or not _within("torch.optim.adagrad"):
             made = torch.full(shape, fill_value, dtype=dtype, device=device)
         else:
+            # Its first step finds that all are the same, and fills a plane with it.
             made = torch.full((1, 1), fill_value, dtype=dtype, device=device).expand(shape)
     return made.requires_grad_(kwargs.get("requires_grad", False))
+
+
+def _within(module: str) -> bool:
+    """Tell whether a function of `module` has called, somewhere above."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,9 +293,15 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         )
     followed: list[Any] = [edges_to(handle_of(w)) if isinstance(w, TableWeight) else [w] for w in wanted]
     flat = [*(edge for edges in followed for edge in edges), *(handle.anchor.leaf for handle in compiled)]
+    # Zeros are made below: torch makes none of the nodes of weights.
+    materialize, allowed = kwargs.pop("materialize_grads", False), kwargs.get("allow_unused")
+    if materialize and allowed is False:
+        raise ValueError(
+            f"Expected allow_unused to be True or not passed when materialize_grads=True, but got: allow_unused={allowed}."
+        )
+    allowed = allowed or materialize
     with _asking(handles), collected(outputs, compiled) as arrived:
         found = iter(torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}))
-    allowed = kwargs.get("allow_unused") or kwargs.get("materialize_grads", False)
     results: list[Tensor | None] = []
     for weight, edges in zip(wanted, followed, strict=True):
         parts: list[Tensor | None] = [next(found) for _ in edges]
@@ -289,7 +313,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
                 "is the desired behavior."
             )
-        if result is None and kwargs.get("materialize_grads", False):
+        if result is None and materialize:
             result = torch.zeros_like(weight)
         results.append(result)
     return tuple(results)

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -24,7 +25,7 @@ from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.interrupts import is_interrupt
 from speedtransfer.optim import replicas, state_dicts
 from speedtransfer.optim.gradient_exchange import described, exchange_gradients
-from speedtransfer.optim.handle import Handle, any_handles
+from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.placeholder import EncodedPlane
@@ -185,6 +186,8 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     if len(found) > 1:
         _check_once(optimizer, [handle for handle, _ in found])
     for handle, _ in found:
+        if handle.table.open_views.made and handle.table.has_views:
+            _check_alone(optimizer, handle)
         # Before anything has changed.
         if handle.pending.grad is not None and handle.rows.table._place.refuses_writes:
             handle.table.check_writable()
@@ -231,6 +234,20 @@ def _check_once(optimizer: Optimizer, handles: list[Handle]) -> None:
             f"{type(optimizer).__name__} has {twice} twice among its parameters, but a table makes one step at a time; pass "
             "each parameter once: list(dict.fromkeys(params))"
         )
+
+
+def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
+    """Raise if an ordinary parameter has the memory of the table: the step of the one would overwrite that of the other."""
+    memory = handle.table.stored("weight").untyped_storage()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            within = type(param) is nn.Parameter and 0 <= param.data_ptr() - memory.data_ptr() < memory.nbytes()
+            if within and param.requires_grad and find_handle(param) is None:
+                raise OptimizerError(
+                    f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} in the memory of {handle}, and "
+                    "the step of the one would overwrite that of the other; share the parameter itself (head.weight = "
+                    "emb.weight)"
+                )
 
 
 def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:

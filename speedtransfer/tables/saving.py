@@ -95,6 +95,8 @@ class Saving(Planes):
         With `cache_rows` or `max_rows` it is copied.
         """
         tensor = array.detach() if isinstance(array, Tensor) else tensor_of(array)
+        # Of classes whose memory says nothing, such as the weight of another table: what they hold.
+        tensor = tensor if type(tensor) is Tensor else tensor.clone()
         check_values(tensor, "array")
         if tensor.dim() != 2:
             raise InvalidValueError(

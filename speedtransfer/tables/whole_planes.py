@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.nn import init
 from typing_extensions import Self
 
 from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
@@ -18,6 +19,10 @@ from speedtransfer.tables.chunks import check_floating, fill_plane, plane_chunks
 from speedtransfer.tables.opened_files import LOW_BITS, OpenedMemory
 from speedtransfer.tables.opening import opened
 from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
+
+# What these fill rows with depends on how many there are.
+_NAMES = "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ eye_ dirac_"
+_OF_THE_SHAPE = {getattr(init, name) for name in _NAMES.split()}
 
 
 class WholePlanes(Planes):
@@ -85,13 +90,28 @@ class WholePlanes(Planes):
     def init_(self, function: Callable[[Tensor], Tensor | None]) -> Self:
         """Fill the weights by `function`, which gets chunks of rows as CPU tensors.
 
-        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
-        others that look at the number of rows would see that of the chunk.
+        It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike.
+
+        Raises
+        ------
+        InvalidValueError
+            Of ``torch.nn.init`` one that looks at all rows (`xavier_uniform_`).
+        InvalidTypeError
+            No function; or rows are those of ids that come and go: ``torch.nn.init`` fills the weight of the module.
         """
         if not callable(function):
             raise InvalidTypeError(
                 f"function is {function!r} but must take a chunk of rows and fill it; pass for instance torch.nn.init.normal_"
             )
+        if getattr(function, "func", function) in _OF_THE_SHAPE:
+            name = getattr(function, "func", function).__name__
+            raise InvalidValueError(
+                f"function is torch.nn.init.{name}, which looks at all rows, but gets them in chunks; call it with the weight "
+                f"of the module: torch.nn.init.{name}(emb.weight)"
+            )
+        handle = None if self._handle is None else self._handle()
+        if handle is not None and handle.table is self:
+            handle.id_space.check_written("filled by its table")
         if self._place.refuses_writes:
             self.check_writable()
         self.end_snapshot()

@@ -16,7 +16,8 @@ from speedtransfer.errors import InvalidValueError
 
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-# Statements with NumPy, which has no view of a device, functions of the CPU, sparse tensors, and a state dict, which has rows where they are stored.
+# Statements with NumPy, which has no view of a device, functions of the CPU, sparse tensors, and a state dict, which has rows
+# where they are stored.
 OTHERS = re.compile(
     r"numpy\(|np\.|apply_|share_memory_|dlpack|graph|to_sparse|opt.state\[emb|[^n]emb\.state_dict\(\)\[|state_dict\(\)\.items"
 )
