@@ -149,7 +149,7 @@ def _tensor(name: str, given: Any) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidTypeError(
             f"the ids of feature {name!r} are a {type(given).__name__} that is no tensor ({error}); pass bags of different "
-            "lengths as (values, offsets) or as a nested tensor"
+            "lengths as (values, offsets) or as a nested tensor, and their weights as per_sample_weights="
         ) from None
 
 

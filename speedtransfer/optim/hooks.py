@@ -186,7 +186,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     if len(found) > 1:
         _check_once(optimizer, [handle for handle, _ in found])
     for handle, _ in found:
-        if handle.table.open_views.made and handle.table.has_views:
+        if handle.rows.table.open_views.made and handle.rows.table.has_views:
             _check_alone(optimizer, handle)
         # Before anything has changed.
         if handle.pending.grad is not None and handle.rows.table._place.refuses_writes:

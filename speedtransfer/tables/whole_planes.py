@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.nn import init
 from typing_extensions import Self
 
 from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
@@ -20,9 +19,8 @@ from speedtransfer.tables.opened_files import LOW_BITS, OpenedMemory
 from speedtransfer.tables.opening import opened
 from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
 
-# What these fill rows with depends on how many there are.
-_NAMES = "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ eye_ dirac_"
-_OF_THE_SHAPE = {getattr(init, name) for name in _NAMES.split()}
+# Of torch.nn.init: what these fill rows with depends on how many there are.
+_OF_ALL_ROWS = "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ eye_ dirac_".split()
 
 
 class WholePlanes(Planes):
@@ -103,8 +101,9 @@ class WholePlanes(Planes):
             raise InvalidTypeError(
                 f"function is {function!r} but must take a chunk of rows and fill it; pass for instance torch.nn.init.normal_"
             )
-        if getattr(function, "func", function) in _OF_THE_SHAPE:
-            name = getattr(function, "func", function).__name__
+        called = getattr(function, "func", function)
+        name = getattr(called, "__name__", "")
+        if name in _OF_ALL_ROWS and getattr(called, "__module__", "") == "torch.nn.init":
             raise InvalidValueError(
                 f"function is torch.nn.init.{name}, which looks at all rows, but gets them in chunks; call it with the weight "
                 f"of the module: torch.nn.init.{name}(emb.weight)"

@@ -79,7 +79,9 @@ def _checked(vocabulary: Room, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor,
         ids, rows = changes.ids, changes.rows
         check_changes(vocabulary, changes)
     wanted, values = as_ids(ids).cpu().numpy(), rows
-    if not isinstance(values, Tensor) or wanted.ndim != 1 or tuple(values.shape) != (len(wanted), live.table.dim):
+    if wanted.ndim != 1:
+        raise InvalidValueError(f"{owner}: ids has shape {wanted.shape} but must be (n,); pass for instance [7, 9]")
+    if not isinstance(values, Tensor) or tuple(values.shape) != (len(wanted), live.table.dim):
         what = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise InvalidValueError(
             f"{owner}: ids has shape {wanted.shape} and rows is {what} but must be a tensor "
