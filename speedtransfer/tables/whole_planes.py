@@ -20,7 +20,7 @@ from speedtransfer.tables.opening import opened
 from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
 
 # Of torch.nn.init: what these fill rows with depends on how many there are.
-_OF_ALL_ROWS = "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ eye_ dirac_".split()
+_OF_ALL_ROWS = "xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_ sparse_ eye_ dirac_"
 
 
 class WholePlanes(Planes):
@@ -103,7 +103,7 @@ class WholePlanes(Planes):
             )
         called = getattr(function, "func", function)
         name = getattr(called, "__name__", "")
-        if name in _OF_ALL_ROWS and getattr(called, "__module__", "") == "torch.nn.init":
+        if name in _OF_ALL_ROWS.split() and getattr(called, "__module__", "") == "torch.nn.init":
             raise InvalidValueError(
                 f"function is torch.nn.init.{name}, which looks at all rows, but gets them in chunks; call it with the weight "
                 f"of the module: torch.nn.init.{name}(emb.weight)"
