@@ -174,6 +174,22 @@ def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
     assert [bool(part.any()) for part in (rows_of(emb) != before).split(SIZES)] == [True, False, False, True]
 
 
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_a_feature_begins_with_the_hyperparameters_of_its_first_step(idle: str) -> None:
+    def trained(embs: Any) -> list[Tensor]:
+        optimizer = torch.optim.Rprop(embs.parameters(), lr=0.1)
+        for number, (feature, ids) in enumerate([(0, [0, 1]), (2, [0, 1]), (2, [2]), (2, [2]), (0, [2])]):
+            embs[feature](torch.tensor(ids)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not number:
+                optimizer.param_groups[0]["lr"] *= 0.5
+        return [embs[feature].weight.detach() for feature in range(4)]
+
+    # Rprop leaves rows without a gradient as they are.
+    torch.testing.assert_close(trained(multi(idle=idle)), trained(modules()), rtol=0, atol=1e-12)
+
+
 def test_a_gradient_that_was_kept_is_that_of_its_feature() -> None:
     def seen(kind: Any) -> list[Tensor]:
         embs, shown = kind(), []

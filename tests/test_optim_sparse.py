@@ -135,3 +135,18 @@ def test_ids_that_are_changed_before_the_step() -> None:
     with pytest.raises(IndexError):
         opt.step()
     torch.testing.assert_close(emb.table.torch(), before, rtol=0, atol=0)
+
+
+def test_sparse_is_set_after_the_module_was_made() -> None:
+    emb, dense = speedtransfer.Embedding(8, 2), nn.Embedding(8, 2)
+    dense.load_state_dict(emb.state_dict())
+    for module in (emb, dense):
+        module.sparse = True
+        optimizer = torch.optim.SparseAdam(module.parameters())
+        module(torch.tensor([1, 5])).sum().backward()
+        assert module.weight.grad.is_sparse
+        optimizer.step()
+    assert torch.equal(emb.weight, dense.weight)
+    with pytest.raises(InvalidValueError, match="sparse of weight becomes False after a step"):
+        emb.sparse = False
+    assert emb.sparse

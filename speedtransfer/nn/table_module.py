@@ -314,6 +314,14 @@ class TableModule(VocabularyModule, ModuleState):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":
             refuse_to_quantize(self, value)
+        handle = self.__dict__.get("_handle") if name == "sparse" else None
+        if handle is not None:
+            if handle.state is not None and bool(value) != handle.sparse:
+                raise InvalidValueError(
+                    f"sparse of {handle} becomes {value!r} after a step, when the optimizer has state for gradients of the other "
+                    "kind; set it before"
+                )
+            handle.sparse = bool(value)
         super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

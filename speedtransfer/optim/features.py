@@ -202,6 +202,12 @@ class Features:
                 f"{list(self.names)}; load the state that was saved with these"
             )
         pending = handle.pending
+        for number, name in enumerate(self.names):
+            # Those of ids that come and go begin when they come; of several processes rows keep what they began with.
+            new = self.touched >> number & 1 and name not in kept
+            if new and not self._id_space.come_and_go and handle.rows.name_rows is None:
+                stop = self.starts[number + 1] if number + 1 < len(self.starts) else handle.num_rows
+                handle.state.begin_rows(optimizer, group, torch.arange(self.starts[number], stop, device="cpu"))
         numbers = _feature_of(self, handle.rows.name_rows, pending.ids)
         for number, name in enumerate(self.names):
             if not self.touched >> number & 1:

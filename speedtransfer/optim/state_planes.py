@@ -62,6 +62,17 @@ class StatePlanes:
             return weights.clone()
         return torch.full((len(weights), *spec.tail), spec.initial, dtype=spec.dtype, device=weights.device)
 
+    def begin_rows(self, optimizer: Optimizer, group: dict[str, Any], rows: Tensor) -> None:
+        """Give `rows` (n,), none of which has had a step, the state that they would begin with by the hyperparameters of now."""
+        if self._fresh:
+            return
+        found = probe_optimizer(optimizer, group, self.param, self._from_sparse)
+        for name, spec in found.items():
+            known = self._specs.get(name)
+            if known is not None and spec.initial != known.initial and not spec.late:
+                self._specs[name] = spec
+                self._begin_anew(name, rows)
+
     @property
     def param(self) -> nn.Parameter:
         """The parameter of the rows."""
