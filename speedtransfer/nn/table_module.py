@@ -318,8 +318,8 @@ class TableModule(VocabularyModule, ModuleState):
         if handle is not None:
             if handle.state is not None and bool(value) != handle.sparse:
                 raise InvalidValueError(
-                    f"sparse of {handle} becomes {value!r} after a step, when the optimizer has state for gradients of the other "
-                    "kind; set it before"
+                    f"sparse of {handle} becomes {value!r} after a step, when the optimizer has state for gradients of the "
+                    "other kind; set it before"
                 )
             handle.sparse = bool(value)
         super().__setattr__(name, value)

@@ -63,7 +63,7 @@ class StatePlanes:
         return torch.full((len(weights), *spec.tail), spec.initial, dtype=spec.dtype, device=weights.device)
 
     def begin_rows(self, optimizer: Optimizer, group: dict[str, Any], rows: Tensor) -> None:
-        """Give `rows` (n,), none of which has had a step, the state that they would begin with by the hyperparameters of now."""
+        """Give `rows` (n,), none of which has had a step, what state begins with by the hyperparameters of now."""
         if self._fresh:
             return
         found = probe_optimizer(optimizer, group, self.param, self._from_sparse)
