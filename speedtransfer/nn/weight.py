@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.copied_rows import Copied, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
@@ -154,115 +154,6 @@ _NAMES = """
 """
 _LIKE = {getattr(torch.ops.aten, name) for name in _NAMES.split()}
 
-# By a transform of torch.func.
-_is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-
-_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-
-class Copied:
-    """A copy of rows of a table that no tensor can alias, `values`; or the rows themselves, where they are only read.
-
-    `rows`, a handle or some of its rows, reads them again and stores them.
-    """
-
-    def __init__(self, rows: Any, values: Tensor) -> None:
-        self.rows, self.values, self.shown = rows, values, _state_of(rows.table)
-
-    def refresh(self) -> None:
-        """Show the rows of now, if the table has changed."""
-        if self.rows is None or not self.rows.table.writable:
-            return
-        shown = _state_of(self.rows.table)
-        if shown is None or shown != self.shown:
-            with torch.no_grad():
-                rows = self.rows.whole()[: len(self.values)]
-                # A graph may have saved them.
-                if not torch.equal(rows, self.values):
-                    self.values.copy_(rows)
-            self.shown = shown
-
-    def write_back(self) -> None:
-        """Write the copy to the table."""
-        if self.rows is not None:
-            self.rows.store(self.values)
-            self.shown = _state_of(self.rows.table)
-
-    def detach_from_table(self, kept: Tensor) -> None:
-        """Stay as it is: the table gets other rows, and had `kept`."""
-        self.refresh()
-        self.rows = None
-
-
-def _state_of(table: Table) -> tuple[int, int] | None:
-    """Return what changes when rows of a table may have; None: at any time, unseen."""
-    sign = table.sign_of_views()
-    return None if sign is None else (table.version, sign)
-
-
-class CopiedRows(Tensor):
-    """A view of a copy of rows of a table: shows them as they are now, and what is written to it is written back."""
-
-    source: Copied
-    # The same as an ordinary tensor, which is the one that graphs have and hooks are registered on.
-    plain: Tensor
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return _call_with_copies(func, args, kwargs or {})
-
-
-@uncompiled
-def _call_with_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `func` with the copies of rows among its arguments as ordinary tensors, and write back what it changes."""
-    copies: list[tuple[CopiedRows, int, Tensor]] = []
-
-    def plain(tensor: CopiedRows) -> Tensor:
-        with as_tensor():
-            tensor.source.refresh()
-            copies.append((tensor, tensor._version, tensor.plain))
-            return tensor.plain
-
-    args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs))
-    for tensor, _, values in copies:
-        rows = tensor.source.rows
-        if rows is None or not _writes_to(values, func, args, kwargs):
-            continue
-        # Functions of torch.nn.init, written in Python, leave gradients out.
-        if torch.is_grad_enabled() and values.requires_grad and not isinstance(func, FunctionType):
-            raise RuntimeError(
-                f"{func.__name__}() changes rows of {rows} in place, a view of a leaf that requires a gradient; do it with "
-                "torch.no_grad(), or change a copy (.clone())"
-            )
-        if not rows.table.writable:
-            rows.table.check_writable()
-    result = func(*args, **kwargs)
-    with as_tensor():
-        for tensor, version, values in copies:
-            if tensor._version != version or _writes_to(values, func, args, kwargs):
-                tensor.source.write_back()
-    if isinstance(result, np.ndarray):
-        result.flags.writeable = False
-    given, sources = {id(plain): tensor for tensor, _, plain in copies}, [tensor.source for tensor, _, _ in copies]
-
-    def returned(view: Tensor) -> Tensor:
-        return given[id(view)] if id(view) in given else writing_back(view, sources)
-
-    return tree_map_only(Tensor, returned, result)
-
-
-def writing_back(tensor: Any, sources: list[Copied]) -> Any:
-    """Return `tensor`, as `CopiedRows` if it is a view of the copy of a table, or of rows that are only read."""
-    if type(tensor) is Tensor and tensor.layout == torch.strided and not _is_wrapped(tensor):
-        for source in sources:
-            if _is_alias_of(tensor, source.values):
-                view = tensor.as_subclass(CopiedRows)
-                view.source, view.plain = source, tensor
-                if source.rows is not None:
-                    source.rows.track_alias(source)
-                return view
-    return tensor
-
 
 def _weight_of(handle: Handle) -> nn.Parameter:
     param = handle.param_ref()
@@ -322,35 +213,6 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return with_whole(func, args, kwargs)
 
 
-def _writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether `func` writes to `values`, by its name: as a method in place, an operator in place, or with ``out``."""
-    given: list[Any] = []
-    if isinstance(func, torch._ops.OpOverload):
-        named = dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)) | kwargs
-        given = [
-            named.get(arg.name)
-            for arg in func._schema.arguments
-            if arg.alias_info is not None and arg.alias_info.is_write
-        ]
-    else:
-        name = getattr(func, "__name__", "")
-        in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name in _IN_PLACE:
-            # The functions of torch.nn.init name their tensor; `torch._foreach_mul_` has a list of them.
-            given = [args[0]] if args else list(kwargs.values())
-        elif kwargs.get("inplace"):
-            given = list(args[:1])
-        given.append(kwargs.get("out"))
-    found: list[bool] = []
-    tree_map_only(Tensor, lambda tensor: found.append(tensor is values), given)
-    return any(found)
-
-
-# Operators, besides methods that end in an underscore.
-_NAMES_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
-_IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _NAMES_IN_PLACE.split())}
-
-
 def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Tensor | None = None) -> Any:
     """Call `func` with all rows of each weight among its arguments; `ids` (n,), sorted and unique: it uses no others."""
     # By id of the whole: the weight, the whole, its handle, the version of the whole before the call.
@@ -361,11 +223,11 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
             return weight
         handle = handle_of(weight)
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
-        writes = (trains or not handle.table.writable) and _writes_to(weight, func, args, kwargs)
+        writes = (trains or not handle.table.writable) and writes_to(weight, func, args, kwargs)
         if writes:
             # Now: a copy of all rows may be too large.
             handle.table.check_writable()
-        if handle.table.has_snapshot and _writes_to(weight, func, args, kwargs):
+        if handle.table.has_snapshot and writes_to(weight, func, args, kwargs):
             handle.table.end_snapshot()
         if writes and trains:
             # A leaf, as the weight: torch says what may be done to one in place.
@@ -385,7 +247,7 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
                 "use what returns a new tensor (weight.t(), weight.unsqueeze(0)), or weight.data = rows for other rows"
             )
         # By its name, too: torch's CUDA code does not count all writes to lists of tensors.
-        if not handle.aliased and (values._version != version or _writes_to(values, func, new_args, new_kwargs)):
+        if not handle.aliased and (values._version != version or writes_to(values, func, new_args, new_kwargs)):
             handle.store(values)
     # Copies, or rows that are only read.
     copies = [(handle, it) for _, it, handle, _ in given.values() if not (handle.aliased and handle.table.writable)]
@@ -433,15 +295,6 @@ def refusing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(tensor, *args)
 
     return called
-
-
-def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any, ...]) -> Any:
-    """Call ``func(values, *args)`` with a copy of some rows, `values` (n, dim), in place of `weight`; `rows` stores them."""
-    version = values._version
-    result = func(values, *args)
-    if values._version != version:
-        rows.store(values)
-    return weight if result is values else writing_back(result, [Copied(rows, values)])
 
 
 def _attribute(name: str) -> property:

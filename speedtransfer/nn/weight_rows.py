@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.nn.active import activate
-from speedtransfer.nn.weight import (
-    Copied,
-    TableWeight,
-    WeightData,
-    handle_of,
-    special,
-    with_copy,
-    with_whole,
-    writing_back,
-)
+from speedtransfer.nn.copied_rows import Copied, with_copy, writing_back
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_whole
 from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table, in_transform
 from speedtransfer.optim import Handle
 from speedtransfer.tables import Table, UniqueRows
@@ -37,7 +29,7 @@ class _Named(NamedTuple):
 
 
 class _SomeRows:
-    """Some rows of a table that no tensor can alias: what `weight.CopiedRows` needs to write a copy of them back."""
+    """Some rows of a table that no tensor can alias: what `copied_rows.Copied` needs to write a copy of them back."""
 
     aliased = False
 
