@@ -70,6 +70,8 @@ weight.data[i] = 7.0
 weight.data[i].mul_(2)
 n = weight.data[i]; w.step(); m = n.clone(); n.mul_(2); m  # weight.data[i], kept for a step
 n = weight.detach(); w.step(); n.mul_(2); None  # weight.detach(), kept for a step
+nn.init.zeros_(weight[i]); None  # nn.init.zeros_(weight[i])
+n = weight[i]; w.step(); (n * n).sum().backward(); n.detach().mul_(2); n.clone()  # weight[i], kept for a step
 weight.data.div_(weight.data.norm(dim=1, keepdim=True) + 1)  # weight.data.div_(rows)
 with torch.no_grad(): weight[i] = 3.0
 with torch.no_grad(): torch._foreach_mul_([weight], 0.5)  # torch._foreach_mul_
@@ -105,6 +107,7 @@ elsewhere(w.look)  # model(ids) in a thread
 forked(w.look)  # model(ids) in a fork
 forked(lambda: weight.detach().clone())  # weight.detach() in a fork
 torch.func.functional_call(model, {"scale": torch.full((DIM,), 2.0)}, (w.ids,))  # functional_call
+torch.func.grad(lambda it: torch.func.functional_call(model, it, (w.ids,)).sum())(dict(model.named_parameters()))  # func.grad
 """
 VERBS = {line.split("  # ")[-1]: line.split("  # ")[0] for line in CODE.strip().splitlines()}
 REFUSED, FOREIGN, MAKING = "refused: ", "not ours: ", "making it"

@@ -28,18 +28,19 @@ _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: 
 class Copied:
     """A copy of rows of a table that no tensor can alias, `values`; or the rows themselves, where they are only read.
 
-    `rows`, a handle or some of its rows, reads them again and stores them.
+    `rows`, a handle or some of its rows, reads them again and stores them. Where they are `shared` out among processes it
+    raises, and only a change that is known has them read.
     """
 
-    def __init__(self, rows: Any, values: Tensor) -> None:
-        self.rows, self.values, self.shown = rows, values, _state_of(rows.table)
+    def __init__(self, rows: Any, values: Tensor, shared: bool = False) -> None:
+        self.rows, self.values, self.shown, self.shared = rows, values, _state_of(rows.table), shared
 
     def refresh(self) -> None:
         """Show the rows of now, if the table has changed."""
         if self.rows is None or not self.rows.table.writable:
             return
         shown = _state_of(self.rows.table)
-        if shown is None or shown != self.shown:
+        if shown != self.shown or (shown is None and not self.shared):
             with torch.no_grad():
                 rows = self.rows.whole()[: len(self.values)]
                 # A graph may have saved them.

@@ -14,7 +14,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.copied_rows import Copied, with_copy, writing_back
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_whole
 from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table, in_transform
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.tables import Table, UniqueRows
 
 # With more than one in so many of all rows a use is one of all of them, as a view.
@@ -45,6 +45,7 @@ class _SomeRows:
 
     def whole(self) -> Tensor:
         """Return the rows, ``(n, dim)``, with all steps so far."""
+        self._check_whole("is used by rows that were taken before a step")
         with torch.inference_mode(False), torch.no_grad():
             return self.handle.rows.read(self.ids)["weight"]
 
@@ -54,9 +55,13 @@ class _SomeRows:
 
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
+        self._check_whole("is written to by rows that were taken")
         self.handle.rows.catch_up(self.ids)
         self.handle.table.wait()
         self.handle.rows.put("weight", self.ids, values.detach())
+
+    def _check_whole(self, what: str) -> None:
+        self.handle.owners.check_whole(what, "take them anew (emb.weight[3]), and set rows by emb.table.scatter")
 
 
 def _parts(index: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -165,13 +170,14 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if not trains:
         within = () if named is None else ((named.within, *rest),)
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
-    if named is None or not has_table(weight) or handle.id_space.come_and_go:
+    if named is None or handle.of.id_space.come_and_go:
         return NotImplemented
-    check_named_by_row(handle)
-    groups = UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device))
+    check_named_by_row(handle.of)
+    groups = UniqueRows(named.ids + handle.start, torch.arange(len(named.ids), device=named.ids.device))
+    features = UsedFeatures(1 << handle.number) if handle.is_part else None
     # Those that may be padded can be changed in place, without gradients: what is written is written back.
-    active = activate(handle, groups, True, padded=True)
-    copied = Copied(_SomeRows(handle.of, active.ids + handle.start), active.rows.detach())
+    active = activate(handle.of, groups, True, padded=True, features=features)
+    copied = Copied(_SomeRows(handle.of, active.ids), active.rows.detach(), not handle.of.owners.has_whole)
     return writing_back(active.rows[(named.within, *rest)], [copied])
 
 

@@ -306,9 +306,10 @@ class Handle:
 
     # --- what a weight asks, of this or of a view of some of the rows (`nn.feature_view`) ----------------------------------
 
-    # Whether the weight is a part of that of another handle, from row `start` on.
+    # Whether the weight is a part of that of another handle, from row `start` on, and the number of its feature.
     is_part: ClassVar[bool] = False
     start: ClassVar[int] = 0
+    number: ClassVar[int] = 0
 
     @property
     def stop(self) -> int:
