@@ -19,7 +19,7 @@ from speedtransfer.cuda import count_graphs
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
-from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
+from speedtransfer.optim import backward, graph, hooks, param_guards, replicas, state_dicts
 
 # Where torch has a function, its name there, and what makes of it the one that takes its place.
 PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -43,6 +43,12 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     # Others may have imported trunc_normal_ already, which looks this up.
     (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
+
+if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+    PATCHES += [
+        (torch.autograd.graph.saved_tensors_hooks, "__enter__", graph.entering),
+        (torch.autograd.graph.saved_tensors_hooks, "__exit__", graph.leaving),
+    ]
 
 
 @once

@@ -197,7 +197,7 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     # What looks at each lookup: compiled graphs, transforms, checkpoints.
     if kept.joins is not None or in_transform() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._current_graph_task_id() >= 0 or saving_hooks is None or saving_hooks(True) is not None:
+    if torch._C._current_graph_task_id() >= 0 or saving_hooks(True) is not None:
         return False
     return not (handle.reads_ahead and open_tickets(handle))
 

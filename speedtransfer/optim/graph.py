@@ -9,6 +9,8 @@ it (`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,10 +31,35 @@ KEY = "_speedtransfer_handle"
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
+# Before torch 2.8, which tells: those that have been entered.
+_entered = threading.local()
 # Return the hooks that get what autograd saves, and give it back, or None. A checkpoint has some, which compute it again.
-# Before torch 2.8 nothing tells.
-saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-_hooks: Callable[[bool], Any] = saving_hooks or (lambda ignore_tracing: None)
+saving_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: (*getattr(_entered, "hooks", ()), None)[0]
+)
+
+
+def entering(enter: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return ``saved_tensors_hooks.__enter__``, which notes the hooks."""
+
+    @functools.wraps(enter)
+    def called(hooks: Any) -> None:
+        enter(hooks)
+        _entered.hooks = [(hooks.pack_hook, hooks.unpack_hook), *getattr(_entered, "hooks", ())]
+
+    return called
+
+
+def leaving(leave: Callable[..., None]) -> Callable[..., None]:
+    """Return ``saved_tensors_hooks.__exit__``, which forgets the hooks."""
+
+    @functools.wraps(leave)
+    def called(hooks: Any, *error: Any) -> None:
+        # None where they were entered before there was a table.
+        _entered.hooks = getattr(_entered, "hooks", ())[1:]
+        leave(hooks, *error)
+
+    return called
 
 
 class TableRows(torch.autograd.Function):
@@ -56,7 +83,7 @@ class TableRows(torch.autograd.Function):
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
         ctx.values, ctx.num_rows, ctx.use, ctx.left = values, param.shape[0], use, None
         use[0].views.joined.append(weakref.ref(ctx))
-        hooks = None if use[1] is None else _hooks(True)
+        hooks = None if use[1] is None else saving_hooks(True)
         # Kept as autograd would, but for more than one backward. A checkpoint raises if it finds another number of rows, for
         # which torch would write beyond the gradient.
         ctx.saved = hooks and (hooks[0](use[1]), hooks[1])
