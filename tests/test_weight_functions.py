@@ -366,6 +366,15 @@ class TestOtherTensors:
             torch.func.functionalize(lambda weight: weight * 2)(st.Embedding(4, 2, **options).weight)
 
 
+def test_a_parameter_beside_the_rows_in_one_memory() -> None:
+    flat = torch.ones(6, 2)
+    emb, other = st.Embedding.from_pretrained(flat[:4], freeze=False), nn.Parameter(flat[4:])
+    optimizer = torch.optim.SGD([*emb.parameters(), other], lr=1.0)
+    (emb(torch.tensor([1])).sum() + other.sum()).backward()
+    optimizer.step()
+    assert flat[:, 0].tolist() == [1, 0, 1, 1, 0, 0]
+
+
 @pytest.mark.parametrize("tie", [lambda head, data: setattr(head.weight, "data", data), None])
 def test_a_head_over_the_memory_of_a_table_in_one_step(tie: Any) -> None:
     emb, head = st.Embedding(4, 2), nn.Linear(2, 4, bias=False)

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -209,6 +209,8 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
                 handle.step.recover()
             if handle.pending.grad is None:
                 continue
+            if handle.id_space.come_and_go:
+                handle.id_space.check_loaded_state(optimizer)
             if handle.pending.grad.is_cuda:
                 handle.step.check_capturable(optimizer)
             if handle.state is None or handle.state.optimizer() is not optimizer:
@@ -236,13 +238,29 @@ def _check_once(optimizer: Optimizer, handles: list[Handle]) -> None:
         )
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors may have some memory in common."""
+    (start, stop), (begin, end) = (
+        (
+            it.data_ptr(),
+            it.data_ptr() + sum((n - 1) * s for n, s in zip(it.shape, it.stride(), strict=True)) * it.itemsize + 1,
+        )
+        for it in (one, other)
+    )
+    return start < end and begin < stop
+
+
 def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
     """Raise if an ordinary parameter has the memory of the table: the step of the one would overwrite that of the other."""
-    memory = handle.table.stored("weight").untyped_storage()
+    rows = handle.table.stored("weight")
     for group in optimizer.param_groups:
         for param in group["params"]:
-            within = type(param) is nn.Parameter and 0 <= param.data_ptr() - memory.data_ptr() < memory.nbytes()
-            if within and param.requires_grad and find_handle(param) is None:
+            if (
+                type(param) is nn.Parameter
+                and param.requires_grad
+                and find_handle(param) is None
+                and overlap(param, rows)
+            ):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} in the memory of {handle}, and "
                     "the step of the one would overwrite that of the other; share the parameter itself (head.weight = "

@@ -115,6 +115,9 @@ class IdSpace:
     def note_loaded_state(self, optimizer: Any) -> None:
         """Note that the state of an optimizer was loaded, which the next step takes."""
 
+    def check_loaded_state(self, optimizer: Any) -> None:
+        """Raise if it is not known whose state of rows an optimizer has loaded."""
+
     def step_ended(self) -> None:
         """Do what follows a step of all tables."""
 

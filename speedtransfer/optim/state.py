@@ -373,8 +373,9 @@ class RowState(StatePlanes):
 
 
 def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return which hyperparameters are not zero (weight decay, momentum), and those that are words, attributes among them."""
-    return {key: _switch(value) for key, value in (*vars(optimizer).items(), *group.items()) if key not in OWN}
+    """Return which hyperparameters and attributes are not zero (weight decay, momentum), and those of the group in words."""
+    attributes = {key: bool(value) for key, value in vars(optimizer).items() if isinstance(value, bool | int | float)}
+    return attributes | {key: _switch(value) for key, value in group.items() if key not in OWN}
 
 
 def _switch(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.dtypes import check_values
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.merge import Part
@@ -66,9 +66,10 @@ class VocabularyIds(IdSpace):
         self._num_missed, self._has_warned = 0, False
         # Whether the pending gradient may be of rows that were not looked up since the last step.
         self._late = False
-        # Whether the ids were loaded since the last step; optimizers whose state was loaded after them.
+        # Whether the ids were loaded since the last step; optimizers whose state was loaded after them, and those of which it
+        # is not known whose state they have, as other ids were loaded then.
         self._were_loaded = False
-        self._with_state = weakref.WeakSet[Optimizer]()
+        self._with_state, self._unsure = weakref.WeakSet[Optimizer](), weakref.WeakSet[Optimizer]()
         vocabulary.bind(self, padding_idx)
         self.vocabulary = vocabulary
         self.owners = (IdOwners if handle.owners.is_alone else RankIdOwners)(handle, vocabulary)
@@ -300,6 +301,8 @@ class VocabularyIds(IdSpace):
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)
             self._check_load(plan, values)
+            if self.vocabulary.would_move(plan):
+                self._unsure.update(each for each in self._with_state if self._has_loose_state(each))
             with loading({handle.table: str(self)}, "load_state_dict") as changes:
                 changes.append(True)
                 self.vocabulary.load(plan)
@@ -310,6 +313,7 @@ class VocabularyIds(IdSpace):
             self._with_state.clear()
 
     def note_loaded_state(self, optimizer: Optimizer) -> None:  # noqa: D102
+        self._unsure.discard(optimizer)
         if self._were_loaded:
             self._with_state.add(optimizer)
 
@@ -319,14 +323,21 @@ class VocabularyIds(IdSpace):
         handle.table.check_writable()
         if values is not None:
             check_values(values, f"{self}: what is to be loaded")
-        for optimizer in self._with_state:
-            state = optimizer.state.get(handle.param)
-            own = handle.state is not None and handle.state.optimizer() is optimizer
-            if state and not (own and handle.state.has_taken(state)) and self.vocabulary.would_move(plan):
-                raise InvalidValueError(
-                    f"{self}: other ids are loaded than those for which {type(optimizer).__name__} has loaded state that no "
-                    "step has taken, and whose state it is then is not known; load the optimizer's state after the module's"
-                )
+
+    def check_loaded_state(self, optimizer: Optimizer) -> None:  # noqa: D102
+        if optimizer in self._unsure and self._has_loose_state(optimizer):
+            raise OptimizerError(
+                f"state of {type(optimizer).__name__} was loaded for the ids of {self}, and then other ids, before a step has "
+                "taken it, so that it is not known whose it is; load the optimizer's state again, after the module's"
+            )
+        self._unsure.discard(optimizer)
+
+    def _has_loose_state(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer has state of the rows that is not in their planes."""
+        handle = self._of
+        state = optimizer.state.get(handle.param)
+        own = handle.state is not None and handle.state.optimizer() is optimizer
+        return bool(state) and not (own and handle.state.has_taken(state))
 
     def gather(self) -> None:  # noqa: D102
         self.owners.gather()
