@@ -44,7 +44,7 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
 
-if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+if not graph.TELLS_HOOKS:
     PATCHES += [
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", graph.entering),
         (torch.autograd.graph.saved_tensors_hooks, "__exit__", graph.leaving),

@@ -24,7 +24,7 @@ from speedtransfer.nn.ticket import open_tickets, place_of
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.optim.anchor import kept
-from speedtransfer.optim.graph import saving_hooks
+from speedtransfer.optim.graph import TELLS_HOOKS, saving_hooks
 
 
 class Place(NamedTuple):
@@ -197,7 +197,7 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     # What looks at each lookup: compiled graphs, transforms, checkpoints.
     if kept.joins is not None or in_transform() or torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._current_graph_task_id() >= 0 or saving_hooks(True) is not None:
+    if torch._C._current_graph_task_id() >= 0 or not TELLS_HOOKS or saving_hooks(True) is not None:
         return False
     return not (handle.reads_ahead and open_tickets(handle))
 

@@ -31,11 +31,14 @@ KEY = "_speedtransfer_handle"
 # Within it functions of torch see the parameter itself, the placeholder, and not the whole table.
 as_tensor = torch._C.DisableTorchFunctionSubclass
 _grad: Any = Tensor.grad
-# Before torch 2.8, which tells: those that have been entered.
+# Whether torch tells which hooks get what autograd saves, from 2.8 on; before, those that have been entered.
+TELLS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _entered = threading.local()
 # Return the hooks that get what autograd saves, and give it back, or None. A checkpoint has some, which compute it again.
-saving_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: (*getattr(_entered, "hooks", ()), None)[0]
+saving_hooks: Callable[[bool], Any] = (
+    torch._C._autograd._top_saved_tensors_default_hooks
+    if TELLS_HOOKS
+    else lambda _: (*getattr(_entered, "hooks", ()), None)[0]
 )
 
 
