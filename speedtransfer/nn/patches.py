@@ -19,7 +19,7 @@ from speedtransfer.cuda import count_graphs
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
-from speedtransfer.optim import backward, graph, hooks, param_guards, replicas, state_dicts
+from speedtransfer.optim import backward, graph, hooks, param_guards, replicas, sent, state_dicts
 
 # Where torch has a function, its name there, and what makes of it the one that takes its place.
 PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -39,6 +39,9 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (torch._functorch.eager_transforms, "_wrap_for_grad", knowing_weights),
     (torch._functorch.eager_transforms, "_wrap_functional_tensor", refusing_weights),
     (torch._functorch.vmap, "_add_batch_dim", knowing_weights),
+    # What ``torch.multiprocessing`` sends, and ``share_memory_()``.
+    (torch.UntypedStorage, "_share_fd_cpu_", sent.refusing_rows),
+    (torch.UntypedStorage, "_share_filename_cpu_", sent.refusing_rows),
     (nn.init, "sparse_", of_whole),
     # Others may have imported trunc_normal_ already, which looks this up.
     (nn.init, "_no_grad_trunc_normal_", truncating),
@@ -58,4 +61,5 @@ def install() -> None:
     for owner, name, patch in PATCHES:
         setattr(owner, name, patch(getattr(owner, name)))
     hooks.guard_steps()
+    sent.register()
     register_optimizer_step_pre_hook(hooks.before_hooks)

@@ -71,6 +71,11 @@ def handles_over(table: Table) -> list[Handle]:
     return [handle for handle in _handles if handle.rows.table is table]
 
 
+def all_handles() -> list[Handle]:
+    """Return all handles that there are."""
+    return list(_handles)
+
+
 def any_handles() -> bool:
     """Tell whether there is any handle: without one the hooks do nothing."""
     return len(_handles) > 0
@@ -108,6 +113,8 @@ class Handle:
         self.has_grown = False
         # Whether rows have ever been read ahead.
         self.reads_ahead = False
+        # Whether it is a copy of that of another process, on the same device.
+        self.is_sent = False
         # Those that share this table, each of which a step may leave out.
         self.features: Features | None = None
         # Who has which rows, and what ids mean.
@@ -395,6 +402,7 @@ class Handle:
 
     def move(self, device: torch.device) -> None:
         """Make `device` the compute device."""
+        self.is_sent = self.is_sent and device == self.table.device
         # Planes of state on the device would move, but not the optimizer's views of them.
         if self.table.memory == "device" and len(self.table.planes) > len(self.rows.part_specs("weight")):
             self.drop_state(f"the table moved to {device}")

@@ -23,7 +23,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.interrupts import is_interrupt
-from speedtransfer.optim import replicas, state_dicts
+from speedtransfer.optim import replicas, sent, state_dicts
 from speedtransfer.optim.gradient_exchange import described, exchange_gradients
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import leaves, put
@@ -209,6 +209,8 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
                 handle.step.recover()
             if handle.pending.grad is None:
                 continue
+            if handle.is_sent:
+                sent.check_trained_here(handle)
             if handle.id_space.come_and_go:
                 handle.id_space.check_loaded_state(optimizer)
             if handle.pending.grad.is_cuda:

@@ -62,6 +62,10 @@ class OpenViews:
         self._num_asked += 1
         self._note(_Made(name, plane.data_ptr(), StorageWeakRef(other.untyped_storage()), False))
 
+    def have(self, storage: UntypedStorage) -> bool:
+        """Tell whether a storage is one of theirs."""
+        return any(made.storage.cdata == storage._cdata and not made.storage.expired() for made in self.made)
+
     def exist(self, planes: Mapping[str, Tensor]) -> bool:
         """Tell whether there are any, of `planes` where these are now."""
         return bool(self.made and self._alive(planes))

@@ -442,6 +442,13 @@ class Planes:
         """Return what `stored` does, to somebody who may keep it; as long as it is kept `has_views`."""
         return self.open_views.of(name, self.stored(name))
 
+    def is_in(self, storage: Any) -> bool:
+        """Tell whether a storage is that of a plane, or of a view of one."""
+        own = any(
+            plane.untyped_storage()._cdata == storage._cdata for plane in self._planes.values() if not plane.is_meta
+        )
+        return own or self.open_views.have(storage)
+
     @property
     def has_views(self) -> bool:
         """Whether somebody has a tensor over the memory, which shows rows as they are stored."""

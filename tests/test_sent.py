@@ -1,0 +1,100 @@
+"""What ``torch.multiprocessing`` sends to other processes: tables as copies to be read, tensors over their memory not at all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from cases import take_step
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, OptimizerError
+
+IDS = torch.tensor([1, 2])
+
+
+class Looked(Dataset[Tensor]):
+    """Rows that the workers of a loader look up."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, number: int) -> Tensor:
+        with torch.no_grad():
+            return self.model(IDS + number)
+
+
+TABLES: dict[str, Callable[[], nn.Module]] = {
+    "rows": lambda: st.Embedding(8, 3),
+    "bfloat16": lambda: st.Embedding(8, 3, storage_dtype=torch.bfloat16),
+    "vocabulary": lambda: st.Embedding(8, 3, vocabulary=st.Vocabulary()),
+    "beside others": lambda: nn.Sequential(st.Embedding(8, 4), nn.Linear(4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_workers_that_start_anew_have_the_rows(name: str) -> None:
+    torch.manual_seed(0)
+    model = TABLES[name]().eval()
+    loader = DataLoader(Looked(model), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    for number, rows in enumerate(loader):
+        assert torch.equal(rows, model(IDS + number))
+
+
+def arrived(model: Any) -> Any:
+    """Return what another process gets of a model."""
+    return ForkingPickler.loads(ForkingPickler.dumps(model))
+
+
+def test_a_copy_is_not_trained_without_a_word() -> None:
+    model = arrived(st.Embedding(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.weight.detach().clone()
+    model(IDS).sum().backward()
+    with pytest.raises(OptimizerError, match=r"came to this process as a copy, .* copy\.deepcopy\(model\)"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+    own = copy.deepcopy(model)
+    take_step(torch.optim.SGD(own.parameters(), lr=1.0), own(IDS).sum())
+    assert torch.equal(own.weight[IDS], before[IDS] - 1)
+
+
+def test_modules_that_share_a_table_still_do() -> None:
+    model = nn.ModuleList([st.Embedding(8, 3), st.Embedding(8, 3)])
+    model[1].weight = model[0].weight
+    there = arrived(model)
+    assert there[0].weight is there[1].weight
+    assert torch.equal(there[1].weight, model[0].weight)
+
+
+VIEWS: dict[str, Callable[[Any, Any], Any]] = {
+    "state dict": lambda emb, optimizer: emb.state_dict(),
+    "state of an optimizer": lambda emb, optimizer: optimizer.state_dict(),
+    "detached": lambda emb, optimizer: emb.weight.detach(),
+    "table": lambda emb, optimizer: emb.table.torch(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_tensors_over_the_rows_are_refused(name: str) -> None:
+    emb = st.Embedding(8, 3)
+    optimizer = torch.optim.Adam(emb.parameters())
+    take_step(optimizer, emb(IDS).sum())
+    with pytest.raises(InvalidTypeError, match=r"a tensor over the rows of weight, .* share a copy \(\.clone\(\)\)"):
+        ForkingPickler.dumps(VIEWS[name](emb, optimizer))
+    view = emb.weight.detach()
+    with pytest.raises(InvalidTypeError, match="memory that processes share"):
+        view.share_memory_()
+    view[5] = 7
+    assert (emb(torch.tensor([5])) == 7).all()
+    view.clone().share_memory_()
