@@ -1,4 +1,4 @@
-"""What ``torch.multiprocessing`` sends to other processes: tables as copies to be read, tensors over their memory not at all."""
+"""What goes to other processes by ``torch.multiprocessing``: tables, as copies to be read; tensors over their memory do not."""
 
 from __future__ import annotations
 
