@@ -1,4 +1,4 @@
-"""What goes to other processes by ``torch.multiprocessing``: tables, as copies to be read; tensors over their memory do not."""
+"""What goes to other processes by ``torch.multiprocessing``: tables, as copies to be read; tensors over them do not."""
 
 from __future__ import annotations
 
