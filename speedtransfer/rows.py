@@ -71,6 +71,8 @@ class Rows(StoredPlanes):
         self.own: OwnRows | None = None
         # Other threads may read rows (evaluation) while this one trains them.
         self.lock = fork_safe_lock()
+        # The numbers of rows before each growth.
+        self.grown_from: list[int] = []
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -237,6 +239,7 @@ class Rows(StoredPlanes):
             if self.lag is not None and LAST_STEP in fills:
                 self.lag.settle()
                 fills[LAST_STEP] = self.lag.now
+            self.grown_from.append(self.table.num_rows)
             self.table.lengthen(num_rows, fills)
             if self.lag is not None and self._as_stored:
                 self.lag.table_bytes = self.table.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from in_child import kill_at_line, run_child
 from interrupt import Interrupt
 from safetensors import safe_open
@@ -476,3 +478,46 @@ def test_lookups_meanwhile_see_whole_rows(tmp_path: Path) -> None:
     thread.join()
     assert torn
     assert not any(torn)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a copy", "a state dict", "a checkpoint of before the first step"])
+def test_deltas_follow_a_checkpoint_of_state_that_no_step_has_taken(before: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    emb = st.Embedding(40, 4, state_dtype=torch.uint8, idle="lazy")
+    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.05)
+    st.save_checkpoint(tmp_path / "first", emb, optimizer)
+    take_step(optimizer, emb(torch.tensor([1, 2])).sin().sum())
+    if before == "a copy":
+        emb, optimizer = copy.deepcopy((emb, optimizer))
+    elif before == "a state dict":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif before != "nothing":
+        st.load_checkpoint(tmp_path / "first", emb, optimizer)
+    st.save_checkpoint(tmp_path / "base", emb, optimizer)
+    mark = st.mark(emb, optimizer)
+    take_step(optimizer, emb(torch.tensor([1, 3])).sin().sum())
+    st.save_delta(tmp_path / "delta.safetensors", emb, mark, optimizer)
+    other = st.Embedding(40, 4, state_dtype=torch.uint8, idle="lazy")
+    follower = torch.optim.AdamW(other.parameters(), lr=0.05)
+    st.load_checkpoint(tmp_path / "base", other, follower)
+    st.apply_delta(tmp_path / "delta.safetensors", other, None, follower)
+    st.merge(tmp_path / "base", [tmp_path / "delta.safetensors"], tmp_path / "merged")
+    merged = st.Embedding(40, 4, state_dtype=torch.uint8, idle="lazy")
+    st.load_checkpoint(tmp_path / "merged", merged, torch.optim.AdamW(merged.parameters(), lr=0.05))
+    assert torch.equal(other.weight, emb.weight)
+    assert torch.equal(merged.weight, emb.weight)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_of_ids_that_were_loaded_before_the_first_step_of_adagrad(background: bool, tmp_path: Path) -> None:
+    embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1)) for _ in range(3)]
+    optimizer = torch.optim.Adagrad(embs[0].parameters(), lr=0.1)
+    embs[0].load_state_dict(copy.deepcopy(embs[1].state_dict()))
+    save = st.save_checkpoint(tmp_path, embs[0], optimizer, background=background)
+    if save is not None:
+        save.wait()
+    loaded = torch.optim.Adagrad(embs[2].parameters(), lr=0.1)
+    st.load_checkpoint(tmp_path, embs[2], loaded)
+    for module, opt in ((embs[0], optimizer), (embs[2], loaded)):
+        take_step(opt, module(torch.tensor([5, 900])).sum())
+    assert torch.equal(embs[0].weight, embs[2].weight)

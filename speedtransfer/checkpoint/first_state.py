@@ -11,14 +11,25 @@ from speedtransfer.optim.hooks import give_state, take_loaded
 from speedtransfer.optim.state_dicts import handles_of
 
 
-def store_all(optimizer: Optimizer) -> None:
-    """Have planes take over state of rows that was loaded, or made by a constructor, as the next step would."""
+def store_all(optimizer: Optimizer, constructed: bool = True) -> None:
+    """Have planes take over state of rows that was loaded, or made by a constructor, as the next step would.
+
+    And forget what an optimizer has no state of any more. Without `constructed` what a constructor made stays, and state of
+    rows that have that of another optimizer.
+    """
     take_loaded(optimizer)
     for handle, group in handles_of(optimizer):
         entries, state = optimizer.state.get(handle.param, {}), handle.state
         owner = None if state is None else state.optimizer()
+        if not constructed and owner not in (None, optimizer):
+            continue
+        if not entries and state is not None and owner is optimizer and not state.running:
+            state.forget()
         stored = state.stored(entries) if state is not None and owner is optimizer else {}
         loose = [k for k, v in entries.items() if k not in stored and isinstance(v, Tensor) and v.dim() and len(v)]
+        if not constructed:
+            # A constructor makes one value, expanded.
+            loose = [k for k in loose if 0 not in entries[k].stride()]
         if not loose or (state is not None and state.running):
             continue
         if owner not in (None, optimizer):

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
-from speedtransfer.checkpoint.first_state import make_first_state
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.idle import has_rule
 from speedtransfer.optim import Handle, find_handle, probe_optimizer
-from speedtransfer.optim.hooks import give_state, take_loaded, way_to_step
+from speedtransfer.optim.hooks import give_state, way_to_step
 from speedtransfer.optim.leaves import leaves
 from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly, without_rows
@@ -46,8 +45,6 @@ def _owned(optimizer: Optimizer) -> dict[int, Handle]:
 @torch.no_grad()
 def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str, Any]:
     """Return the optimizer as the manifest knows it, and have its tensors kept."""
-    take_loaded(optimizer)
-    make_first_state(optimizer)
     owned, states = _owned(optimizer), []
     for handle in owned.values():
         handle.step.abort(optimizer)

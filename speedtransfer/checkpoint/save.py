@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.background import BackgroundSave, SnapshotRows, begin, finish_earlier
+from speedtransfer.checkpoint.first_state import make_first_state, store_all
 from speedtransfer.checkpoint.folder import Folder, NewFiles
 from speedtransfer.checkpoint.model import encode_model
 from speedtransfer.checkpoint.objects import encode_generators, rng_states, state_methods
@@ -144,6 +145,10 @@ def plan_files(
     extra: Any,
 ) -> tuple[dict[str, TensorPlan], dict[str, Any], dict[str, dict[str, Any]]]:
     """Return what the files will hold, by role, what the manifest says, and what it says of the file of this process."""
+    for optimizer in optimizers.values():
+        # First: rows are written as they are then.
+        make_first_state(optimizer)
+        store_all(optimizer, constructed=False)
     plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
     keeps = {r: Keeps(plan.keep if processes.is_first else _drop, shards.keep, rows) for r, plan in plans.items()}
     content: dict[str, Any] = {

@@ -124,6 +124,14 @@ class RowState(StatePlanes):
             optimizer.state.pop(param, None)
         self.running = None
 
+    def forget(self) -> None:
+        """Remove the planes of an optimizer that has no state of the rows any more; its next step makes them anew."""
+        if self._views:
+            self.rows.catch_up()
+            self._remove(list(self._views))
+            self._specs.clear()
+        self._fresh = True
+
     def adopt(self, optimizer: Optimizer, names: Iterable[str]) -> None:
         """Make planes that a checkpoint has filled the state `names` of the optimizer."""
         put(optimizer.state[self.param], {name: self._views[name] for name in names})

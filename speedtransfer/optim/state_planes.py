@@ -172,6 +172,10 @@ class StatePlanes:
         owner, placement = self._owner(), self.rows.placement
         fresh = None if owner is None else owner.id_space.fresh_rows()
         for name, value in loaded.items():
+            if value.shape and len(value) in self.rows.grown_from and value.shape[1:] == self._views[name].shape[1:]:
+                # Of before the table got more rows, which begin anew.
+                loaded[name] = self._longer(name, value)
+                continue
             check_shape(name, value, (self.rows.num_loadable, *self._views[name].shape[1:]))
         if loaded or (foreign and not self._fresh):
             # With the state that is about to be replaced.
@@ -191,6 +195,13 @@ class StatePlanes:
             if fresh is not None and len(fresh):
                 self._begin_anew(name, fresh)
         return given
+
+    def _longer(self, name: str, value: Any) -> Tensor:
+        """Return state of the first rows, and what the others begin with."""
+        values: Tensor = value.decode() if isinstance(value, EncodedPlane) else value
+        more = torch.arange(len(values), self.rows.num_loadable)
+        weights = self.rows.read(more.to(self.rows.table.device))["weight"]
+        return torch.cat([values, self.initial_rows(name, weights).to(values)])
 
     def _is_in_sight(self, name: str, value: Tensor) -> bool:
         """Tell whether somebody has a view of a plane, say a state dict, which is to keep the state before `value`."""
