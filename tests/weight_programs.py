@@ -87,7 +87,7 @@ opt.param_groups[0].update(betas=(0.5, 0.9))
 decay(0.05)
 opt.add_param_group(dict(params=[nn.Parameter(torch.ones(2))]))
 opt.state.clear()
-opt.state[emb.weight].clear()
+opt.state.get(emb.weight, {}).clear()
 opt.state_dict(); opt.state.pop(emb.weight, None)
 opt.state_dict(); [v.mul_(0.5) for v in opt.state.get(emb.weight, {}).values() if torch.is_tensor(v) and v.dim()]
 copied = copy.deepcopy(model); copied.emb.weight.sum(), copied.emb.weight.grad

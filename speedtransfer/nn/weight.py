@@ -276,6 +276,16 @@ def knowing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 @uncompiled
 def _all_rows(weight: Any) -> Tensor:
     handle = handle_of(weight)
+    if handle.aliased:
+        # Its own memory, with the steps that rows have missed: what is written there, by max_norm, is written to the table.
+        with outside_of_transforms():
+            handle.whole()
+        return weight
+    if handle.of.renormalizes:
+        raise InvalidTypeError(
+            f"{handle} is a copy of its rows in a transform of torch.func, and max_norm would shorten those of the copy; give "
+            "it weight.detach()"
+        )
     if torch.is_grad_enabled() and handle.requires_grad:
         return handle.whole_in_graph()
     with outside_of_transforms():
