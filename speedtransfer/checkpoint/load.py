@@ -40,7 +40,8 @@ def load_checkpoint(
     All is checked before anything changes: every byte by its checksum, the model's keys, shapes and dtypes, the optimizer's
     class, groups and state. Rows are then streamed in chunks of 16 MB. Tables may live in another memory than when saved, or
     be ``torch.nn`` modules, and the reverse; with a vocabulary they may have another capacity. The states of the random
-    number generators are set as well.
+    number generators are set as well. What this process saves there in the background is waited for; if that failed, its
+    error is raised.
 
     With tables that several processes own (``process_group=``) all of them must call it. The checkpoint may be of one process
     or of any number, and a model without such tables takes either. Processes beyond those that have saved get the generators

@@ -29,21 +29,26 @@ class FeatureParts(Parts):
         self.of, self.start, self.stop = of, start, stop
         self._look()
 
-    def _look(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _look(self) -> None:
         whole = self.of.rows
         at = place_of(self.of.ids, self.start, self.stop)
         self._seen = whole, self.of.ids[at] - self.start, whole[at]
+
+    def _now(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradient of all as it is by now, and the ids and the gradient of the feature."""
+        if self._seen[0] is not self.of.rows:
+            self._look()
         return self._seen
 
     @property
     def ids(self) -> Tensor:  # type: ignore[override]
         """The active rows of the feature, ``(n,)``."""
-        return (self._seen if self._seen[0] is self.of.rows else self._look())[1]
+        return self._now()[1]
 
     @property
     def rows(self) -> Tensor:  # type: ignore[override]
         """Their gradient, ``(n, dim)``, in the memory of that of all."""
-        return (self._seen if self._seen[0] is self.of.rows else self._look())[2]
+        return self._now()[2]
 
     @property
     def known(self) -> Known:  # type: ignore[override]
@@ -56,7 +61,7 @@ class FeatureParts(Parts):
     def freeze(self) -> None:
         """Go on showing what there is now, whatever becomes of the gradient of all."""
         frozen = Parts()
-        frozen.set(self.of.ids, self._look()[0], NOTHING)
+        frozen.set(self.of.ids, self._now()[0], NOTHING)
         self.of = frozen
 
 

@@ -28,6 +28,11 @@ from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
+_ATTRIBUTES = """
+    activate embedding_dim feature_ids from_modules idle max_norm named norm_type num_embeddings padding_idx prefetch
+    reset_parameters scale_grad_by_freq sparse vocabulary vocabulary_ids weight
+"""
+
 
 class MultiEmbedding(FeatureModules, TableModule):
     """Several embeddings of one width in one table: one gather and one scatter a step for all of them.
@@ -67,30 +72,8 @@ class MultiEmbedding(FeatureModules, TableModule):
     # The modules that it is made of, and arguments of these that all rows of a table have in common.
     _replaces: tuple[Any, Any] = (nn.Embedding, Embedding)
     _common: tuple[str, ...] = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-    # Attributes, which no feature can have for a name.
-    _taken: tuple[str, ...] = (
-        *(
-            "activate",
-            "embedding_dim",
-            "feature_ids",
-            "from_modules",
-            "idle",
-            "max_norm",
-            "named",
-            "norm_type",
-            "num_embeddings",
-        ),
-        *(
-            "padding_idx",
-            "prefetch",
-            "reset_parameters",
-            "scale_grad_by_freq",
-            "sparse",
-            "vocabulary",
-            "vocabulary_ids",
-            "weight",
-        ),
-    )
+    # No feature can have the name of one.
+    _taken = tuple(_ATTRIBUTES.split())
     # Of the features in the vocabulary.
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None

@@ -240,29 +240,21 @@ def _check_once(optimizer: Optimizer, handles: list[Handle]) -> None:
         )
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors may have some memory in common."""
-    (start, stop), (begin, end) = (
-        (
-            it.data_ptr(),
-            it.data_ptr() + sum((n - 1) * s for n, s in zip(it.shape, it.stride(), strict=True)) * it.itemsize + 1,
-        )
-        for it in (one, other)
-    )
-    return start < end and begin < stop
+def _bytes_of(tensor: Tensor) -> range:
+    """Return the addresses from the first value of a tensor to its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
 
 
 def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
     """Raise if an ordinary parameter has the memory of the table: the step of the one would overwrite that of the other."""
-    rows = handle.table.stored("weight")
+    rows = _bytes_of(handle.table.stored("weight"))
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if (
-                type(param) is nn.Parameter
-                and param.requires_grad
-                and find_handle(param) is None
-                and overlap(param, rows)
-            ):
+            if type(param) is not nn.Parameter or not param.requires_grad or find_handle(param) is not None:
+                continue
+            own = _bytes_of(param)
+            if own.start < rows.stop and rows.start < own.stop:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} in the memory of {handle}, and "
                     "the step of the one would overwrite that of the other; share the parameter itself (head.weight = "

@@ -93,6 +93,7 @@ class RowGradient(Tensor):
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
         made.parts, made._changed, made.sparse = Parts(), changed, sparse
+        # Not by `set`: each step makes one, and a call costs.
         made.parts.ids, made.parts.rows, made.parts.known = ids, rows, known
         # There is no memory: what reads or writes it natively raises, and does not end the process.
         torch._C._set_throw_on_mutable_data_ptr(made)

@@ -301,7 +301,7 @@ class VocabularyIds(IdSpace):
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)
             self._check_load(plan, values)
-            if self.vocabulary.would_move(plan):
+            if len(self._with_state) and self.vocabulary.would_move(plan):
                 self._unsure.update(each for each in self._with_state if self._has_loose_state(each))
             with loading({handle.table: str(self)}, "load_state_dict") as changes:
                 changes.append(True)

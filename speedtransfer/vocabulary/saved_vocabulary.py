@@ -144,13 +144,8 @@ def _check_saved(vocabulary: Room, saved: SavedState, num_saved: int) -> None:
 def would_move(vocabulary: Room, plan: LoadPlan) -> bool:
     """Tell whether a plan gives rows to other ids than have them, or none."""
     live = vocabulary._bound()[0]
-    rows = live.occupied()
-    order = np.argsort(plan.rows)
-    return not (
-        plan.placement.is_whole
-        and np.array_equal(np.sort(rows), plan.rows[order])
-        and np.array_equal(live.ids[plan.rows], plan.ids)
-    )
+    same_rows = plan.placement.is_whole and np.array_equal(np.sort(live.occupied()), np.sort(plan.rows))
+    return not (same_rows and np.array_equal(live.ids[plan.rows], plan.ids))
 
 
 @torch.no_grad()
