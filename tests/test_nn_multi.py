@@ -123,6 +123,19 @@ def test_training_as_torch(options: dict[str, Any], form: str) -> None:
 # --- a module, and a container of modules ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "function", [torch.as_strided, torch.as_strided_copy, Tensor.as_strided], ids=["view", "copy", "method"]
+)
+def test_strides_begin_at_the_rows_of_the_feature(function: Any) -> None:
+    emb, modules = multi(), dense()
+    for offset in ((), (3,)):
+        found = [function(module.weight, (2, 3), (1, 4), *offset) for module in (emb[1], modules[1])]
+        for rows in found:
+            rows.square().sum().backward()
+        assert torch.equal(*found)
+    assert torch.equal(emb[1].weight.grad.to_dense(), modules[1].weight.grad)
+
+
 def test_container() -> None:
     ours, named, theirs = multi(), multi(named=True), dense()
     assert list(ours) == [ours[i] for i in range(4)]

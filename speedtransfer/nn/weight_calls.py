@@ -19,7 +19,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special, with_whole
 from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, forgets_inputs, listen
@@ -86,6 +86,20 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
         handle = handle_of(weight)
         shape = handle.num_rows, handle.table.dim
         return func(torch.empty(shape, dtype=handle.rows.dtype, device="meta"), *args, **kwargs)
+
+    return call
+
+
+def _strided(func: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """Return ``as_strided`` or the like: the offset, argument `first`, counts from the first row of a feature, not of all."""
+
+    def of_whole(whole: Any, *args: Any, storage_offset: int | None = None, **kwargs: Any) -> Any:
+        offset = args[first] if len(args) > first else storage_offset
+        return func(whole, *args[:first], storage_offset=(offset or 0) + whole.storage_offset(), **kwargs)
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        is_part = isinstance(weight, TableWeight | WeightData) and handle_of(weight).is_part
+        return with_whole(of_whole, (weight, *args), kwargs) if is_part else NotImplemented
 
     return call
 
@@ -389,6 +403,9 @@ rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
 special.update({getattr(Tensor, name): _hooked(getattr(Tensor, name)) for name in _HOOKS.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
+_strided_functions: dict[Any, int] = {torch.as_strided: 2, torch.as_strided_copy: 2, torch.as_strided_scatter: 3}
+_strided_functions |= {Tensor.as_strided: 2, Tensor.as_strided_scatter: 3}
+special.update({func: _strided(func, first) for func, first in _strided_functions.items()})
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {
