@@ -135,6 +135,8 @@ def run(monkeypatch, capfd):
 @pytest.fixture
 def no_gc():
     """What is freed within the test is freed at once, and by no garbage collection."""
+    # The first optimizer of a process imports torch._dynamo, which keeps the frames of its callers in a cycle.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     gc.collect()
     gc.disable()
     yield
