@@ -12,8 +12,10 @@ from cases import take_step
 from forked import run_script
 from lazy_oracle import both
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError
 
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
@@ -153,6 +155,7 @@ def test_a_weight_of_another_name_is_pickled() -> None:
 IMPORTED = """
 import torch
 import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn import patches
 
 torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
@@ -171,3 +174,38 @@ assert not any(map(lambda a, b: a is b, own, now())), "something is not replaced
 def test_an_import_replaces_nothing() -> None:
     ran = run_script(IMPORTED)
     assert ran.returncode == 0, ran.stderr
+
+
+# --- classes of others --------------------------------------------------------------------------------------------------
+
+
+class Asked(nn.Module):
+    """As a module of Pyro: it has an ``__init__`` without arguments, and notes where a parameter is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if isinstance(found, nn.Parameter):
+            self.read.append(name)
+        return found
+
+
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_second_base_class_begins_and_is_asked_for_the_weight(kind: str) -> None:
+    for library in (nn, st):
+        made = type(kind, (getattr(library, kind), Asked), {})(12, 5)
+        made.read.clear()
+        assert made(IDS).requires_grad
+        assert made.read == ["weight"]
+
+
+def test_tensors_without_values() -> None:
+    emb, mode = st.Embedding(12, 5), FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, pytest.raises(InvalidTypeError, match="FakeTensorMode cannot record how Embedding looks rows up"):
+        emb(torch.zeros(3, dtype=torch.int64))
+    with mode, pytest.raises(InvalidTypeError, match="is made under FakeTensorMode"):
+        st.Embedding(12, 5)
+    assert emb(IDS).shape == (2, 3, 5)

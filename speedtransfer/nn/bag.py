@@ -45,7 +45,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        nn.Module.__init__(self)
+        super(nn.EmbeddingBag, self).__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse
@@ -66,7 +66,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         per_sample_weights : Tensor, optional
             A weight for each id, the shape of `input` (mode "sum" only).
         """
-        if not self._has_rows() or in_transform():
+        if not self._has_rows() or in_transform() or (self._asks and self._has_another()):
             refuse_without_rows(self.__dict__.get("_handle"))
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)

@@ -103,6 +103,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not rows.table.writable:
             rows.table.check_writable()
     result = func(*args, **kwargs)
+    finish(func, result)
     with as_tensor():
         for tensor, version, values in copies:
             if tensor._version != version or writes_to(values, func, args, kwargs):
@@ -139,6 +140,17 @@ def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any
     return weight if result is values else writing_back(result, [Copied(rows, values)])
 
 
+def is_collective(func: Any) -> bool:
+    """Tell whether `func` is one of torch.distributed: most write to their first argument."""
+    return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
+
+
+def finish(func: Any, result: Any) -> None:
+    """Wait for a collective that goes on when its function has returned (``async_op=True``), to write back what it writes."""
+    if is_collective(func) and hasattr(result, "wait"):
+        result.wait()
+
+
 def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether `func` writes to `values`, by its name: as a method in place, an operator in place, or with ``out``."""
     given: list[Any] = []
@@ -152,17 +164,18 @@ def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str
     else:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name in _IN_PLACE:
+        if in_place or name in _IN_PLACE or (is_collective(func) and name not in _SENDING):
             # The functions of torch.nn.init name their tensor; `torch._foreach_mul_` has a list of them.
             given = [args[0]] if args else list(kwargs.values())
         elif kwargs.get("inplace"):
             given = list(args[:1])
-        given.append(kwargs.get("out"))
+        given += [kwargs.get("out"), kwargs.get("gather_list")]
     found: list[bool] = []
     tree_map_only(Tensor, lambda tensor: found.append(tensor is values), given)
     return any(found)
 
 
+_SENDING = {"send", "isend", "gather"}
 # Operators, besides methods that end in an underscore.
 _NAMES_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _NAMES_IN_PLACE.split())}

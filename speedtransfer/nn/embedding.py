@@ -109,7 +109,7 @@ class Embedding(TableModule, nn.Embedding):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        nn.Module.__init__(self)
+        super(nn.Embedding, self).__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
@@ -125,7 +125,7 @@ class Embedding(TableModule, nn.Embedding):
             An id is out of range (negative ids are), or no integer. Ids on a CUDA device are checked there: a row out of range
             reads as zeros and is written nowhere, and a later call of the table raises.
         """
-        if not self._has_rows() or in_transform():
+        if not self._has_rows() or in_transform() or (self._asks and self._has_another()):
             refuse_without_rows(self.__dict__.get("_handle"))
             return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
         handle, padding = self._handle, self.padding_idx

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from speedtransfer.nn.options import TableOptions, complete, options_of
 from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
+from speedtransfer.nn.tracing import is_fake, refuse_to_quantize, refuse_to_record, unrecorded
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
 from speedtransfer.optim import Handle, Sharded, find_handle
@@ -38,6 +38,13 @@ class TableModule(VocabularyModule, ModuleState):
 
     sparse: bool
     idle: str
+    # Whether a `__getattr__` that is not ours or torch's may do something where the weight is read (Pyro's does).
+    _asks: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = cls.__getattr__, super().__getattr__
+        cls._asks = found != (TableModule.__getattr__, nn.Module.__getattr__)
 
     def _set_up(
         self,
@@ -51,6 +58,11 @@ class TableModule(VocabularyModule, ModuleState):
 
         A table as `weight` is used itself unless `options` ask for a copy; then `dtype` is that of lookups.
         """
+        if is_fake():
+            raise InvalidTypeError(
+                f"{type(self).__name__} is made under FakeTensorMode, where tensors have no values, but a table has memory; "
+                "make a module of torch.nn there"
+            )
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
         # With a vocabulary it is an id, which is checked there.
@@ -311,6 +323,7 @@ class TableModule(VocabularyModule, ModuleState):
             return weight
         return super().__getattr__(name)
 
+    # With it fully_shard asks here, too, before it replaces the weight.
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":
             refuse_to_quantize(self, value)
@@ -323,6 +336,10 @@ class TableModule(VocabularyModule, ModuleState):
                 )
             handle.sparse = bool(value)
         super().__setattr__(name, value)
+
+    def _has_another(self) -> bool:
+        """Read the weight as the class of this module does; tell whether that is another than the parameter."""
+        return self.weight is not self._parameters["weight"]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter; as `weight` it becomes that of the table. Assignment of parameters ends here too."""

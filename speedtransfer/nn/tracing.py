@@ -57,10 +57,19 @@ def recorded_as(
                 if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
                     refuse_to_record(self, "torch.fx")
                 raise
+            except RuntimeError:
+                if is_fake():
+                    refuse_to_record(self, "FakeTensorMode")
+                raise
 
         return call
 
     return decorated
+
+
+def is_fake() -> bool:
+    """Tell whether tensors that are made have no values (``FakeTensorMode``)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def refuse_to_export(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.copied_rows import Copied, writes_to, writing_back
+from speedtransfer.nn.copied_rows import Copied, finish, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
@@ -240,6 +240,8 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
     weights = TableWeight, WeightData
     new_args, new_kwargs = tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*new_args, **new_kwargs)
+    if not all(handle.aliased for _, _, handle, _ in given.values()):
+        finish(func, result)
     for _, values, handle, version in given.values():
         if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():
             raise InvalidTypeError(

@@ -122,10 +122,10 @@ class Features:
     def note(self, handle: Any, rows: Tensor | None, given: int | None) -> None:
         """Note that there is a gradient of the features `given`, a bit for each; None: of those of `rows` (n,)."""
         touched = given or (0 if rows is None else self.mask_of(rows))
-        if handle.owners.is_alone:
-            self.touched |= touched
-        else:
+        if handle.owners.holds:
             self.left |= touched
+        else:
+            self.touched |= touched
 
     def clear(self) -> None:
         """Forget which have a gradient: there is none."""

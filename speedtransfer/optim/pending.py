@@ -134,7 +134,7 @@ class PendingGradient:
             noted = None
             if handle.id_space.come_and_go:
                 grad, noted = handle.id_space.begin_deposit((ids, grad, known), lookup, whole, summed)
-            if not summed and not handle.owners.is_alone:
+            if not summed and handle.owners.holds:
                 handle.owners.hold((ids, grad, known), whole, lookup)
             else:
                 if handle.has_grown:
@@ -424,6 +424,28 @@ class PendingGradient:
         places = torch.searchsorted(active, ids).clamp_(max=len(active) - 1)
         return bool((active[places] == ids).any())
 
+    def so_far(self) -> Part | None:
+        """Return the active rows and their gradient, without padding; with lazy idle rows those that are not zero."""
+        if self.ids is None or self.grad is None:
+            return None
+        return unpadded(self._narrowed() or (self.ids, self.grad, self.known))
+
+    def begin_anew(self) -> None:
+        """Have no gradient: what shows it will show the next, which goes on from it."""
+        used_whole = self.used_whole
+        self._clear_for_next()
+        self.used_whole = used_whole
+
+    def _narrowed(self) -> Part | None:
+        """Return the gradient without lazy rows that are active only because it became dense, and still zero; else None."""
+        if self.touched is None or self._handle().rows.lag is not None:
+            return None
+        assert self.grad is not None
+        touched = (self.grad != 0).any(dim=1)
+        touched[self.touched] = True
+        ids = touched.nonzero().flatten()
+        return ids, self.grad[ids], NOTHING
+
     def refresh(self) -> None:
         """Read the active rows again if the table has changed since: a step must not undo those writes."""
         handle = self._handle()
@@ -433,12 +455,10 @@ class PendingGradient:
         given = handle.id_space.come_and_go and (
             self.touched is not None or self.assigned is not None or handle.has_hooks()
         )
-        if self.touched is not None and handle.rows.lag is None:
-            assert self.grad is not None
-            touched = (self.grad != 0).any(dim=1)
-            touched[self.touched] = True
-            ids = touched.nonzero().flatten()
-            self.set_gradient(ids, self.grad[ids])
+        # Not for each step: a call costs.
+        narrowed = None if self.touched is None else self._narrowed()
+        if narrowed is not None:
+            self.set_gradient(*narrowed)
         self.touched = None
         handle.views.exposed, exposed = False, handle.views.exposed
         exposed = exposed or (handle.rows.table.open_views.made and handle.rows.table.has_views)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +23,12 @@ from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.merge import Part, added, keep, unpadded
 from speedtransfer.optim.owners import Owners
-from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
-from speedtransfer.tables import NOTHING, row_chunks, unique_rows
+from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of, to_words
+from speedtransfer.tables import row_chunks, unique_rows
+
+# How many rows of the gradient of this backward, and of earlier ones, a process brings: the bits of its number.
+_COUNT, _WORDS = 48, 96
+_LEFT = (1 << _COUNT) - 1
 
 _REMEDY = (
     "make the tables with process_group=..., which shares out their rows and needs no wrapper, and leave them out of it with "
@@ -38,67 +43,95 @@ class Replicas(Owners):
 
     def __init__(self, handle: Handle, exchange: Exchange) -> None:
         super().__init__(handle, exchange)
-        # Whether the model that has the table is in `no_sync()`: gradients are kept until it is not.
-        self.is_waiting = False
-        self._is_open = False
+        # Gradients are exchanged from a forward of the wrapper, but in its `no_sync()`, to the end of a backward. Others are
+        # added to that of the weight here, as in torch, and go along with the next exchange.
+        self.holds = False
+        # That of the weight after the last exchange, and its version then.
+        self._exchanged: tuple[Callable[[], Tensor | None], int] | None = None
         # Parts of the gradient of this process since the last exchange; and whether a whole table was used.
         self._left: list[Part] = []
         self._whole = False
 
     def begin(self, model: DistributedDataParallel) -> None:
         """Note that the forward pass of `model` begins."""
-        self.is_waiting = not model.require_backward_grad_sync
-        self._is_open = not self.is_waiting
+        self.holds = model.require_backward_grad_sync
 
     def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
-        return self._is_open
+        return self.holds
 
     def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
         ids, grad, known = unpadded(part)
         keep(self._left, (ids.clone(), grad.detach().clone(), known), self.handle.table.num_rows, False)
         self._whole |= whole
-        # A backward without a forward of the wrapper, as all processes make it.
-        self._is_open |= not self.is_waiting
 
     def has_left(self) -> bool:  # noqa: D102
-        return bool(self._left) and not self.is_waiting
+        return bool(self._left)
 
     def forget(self) -> None:  # noqa: D102
         self._left, self._whole = [], False
 
     def announce(self) -> list[int]:  # noqa: D102
         if not self._left:
-            return [0]
-        self._left = [added(self.handle.table.num_rows, self._left, False)]
-        return [4 * len(self._left[0][0]) + 2 * int(self._whole) + 1]
+            return to_words(0, _WORDS)
+        handle = self.handle
+        own = self.own()
+        if own is not None and handle.features is not None:
+            handle.features.left |= handle.features.touched
+        self._left = [added(handle.table.num_rows, self._left, False)]
+        whole = self._whole or (own is not None and handle.pending.used_whole)
+        counts = len(self._left[0][0]), 0 if own is None else len(own[0])
+        return to_words(counts[1] << _COUNT | counts[0] << 2 | int(whole) << 1 | 1, _WORDS)
+
+    def own(self) -> Part | None:  # noqa: D102
+        pending, grad = self.handle.pending, self.handle.pending.grad
+        if grad is not None and self._exchanged is not None:
+            seen, version = self._exchanged
+            if version == grad._version and seen() is grad:
+                return None
+        return pending.so_far()
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
         return []
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
-        handle, exchange = self.handle, self.exchange
         kept, self._left, self._whole = self._left, [], False
         if not any(numbers):
             # Of another loss: that of this forward may come.
             return
-        self._is_open = False
-        table = handle.table
-        ids = torch.empty(0, dtype=torch.int64, device=table.device)
-        nothing = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device), NOTHING
+        pending, own = self.handle.pending, self.own()
+        self.holds = False
+        whole = any(number & 2 for number in numbers)
         # `announce` has added them.
-        left = kept[0] if kept else nothing
-        counts = [number >> 2 for number in numbers]
-        ids = exchange.gather("ids", left[0].unsqueeze(1), counts)[:, 0]
-        grads = exchange.gather("gradients", left[1].mul_(1 / exchange.ranks), counts)
+        found = [(self._mean(kept[:1], [(number & _LEFT) >> 2 for number in numbers]), False)]
+        if any(number >> _COUNT for number in numbers):
+            # Hooks of the parameter have seen it.
+            found.insert(0, (self._mean([own] if kept and own else [], [number >> _COUNT for number in numbers]), True))
+        if own is not None:
+            pending.begin_anew()
+        for (ids, mean), hooked in found:
+            pending.deposit(ids, mean, whole=whole, summed=True, hooked=hooked)
+        total = pending.grad
+        self._exchanged = None if total is None else (weakref.ref(total), total._version)
+
+    def _mean(self, parts: Sequence[Part], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the rows of the gradients of all processes, and their mean; `counts` are the rows of each."""
+        exchange, table = self.exchange, self.handle.table
+        if parts:
+            ids, grad, _ = parts[0]
+        else:
+            ids = torch.empty(0, dtype=torch.int64, device=table.device)
+            grad = torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
+        ids = exchange.gather("ids", ids.unsqueeze(1), counts)[:, 0]
+        grads = exchange.gather("gradients", grad * (1 / exchange.ranks), counts)
         rows = unique_rows(ids)
         total, inverse = grads.new_zeros(len(rows.ids), table.dim), rows.inverse.view(-1)
-        for place, grad in zip(inverse.split(counts), grads.split(counts), strict=True):
-            total.index_add_(0, place, grad)
-        handle.pending.deposit(rows.ids, total, whole=any(number & 2 for number in numbers), summed=True)
+        for place, some in zip(inverse.split(counts), grads.split(counts), strict=True):
+            total.index_add_(0, place, some)
+        return rows.ids, total
 
     def before_step(self) -> None:  # noqa: D102
-        self._is_open = False
+        self.holds = False
 
 
 # --- DistributedDataParallel ---------------------------------------------------------------------------------------------
@@ -287,12 +320,25 @@ def refusing_zero(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_same_in_all(handle: Handle, optimizer: Optimizer) -> None:
-    """Raise if processes train a table each by itself beside parameters that FSDP shares out."""
-    if not handle.owners.is_alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    """Raise if processes, or groups of them, train a table each by itself beside parameters that FSDP shares out."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    others = (param for group in optimizer.param_groups for param in group["params"])
-    if any(type(param.data).__name__ == "DTensor" for param in others if find_handle(param) is None):
+    others = (param.data for group in optimizer.param_groups for param in group["params"] if find_handle(param) is None)
+    parts: list[Any] = [data for data in others if type(data).__name__ == "DTensor"]
+    if parts and handle.owners.is_alone:
         raise OptimizerError(
             f"this optimizer trains parameters that fully_shard has shared out and {handle}, the weight of a table that every "
             f"process has by itself: their rows would drift apart; {_REMEDY}"
         )
+    for part in parts:
+        # Copied along the first dimension and shared out along another: hybrid sharding.
+        if not part.placements[0].is_replicate() or not any(place.is_shard() for place in part.placements):
+            continue
+        copies = dist.get_process_group_ranks(part.device_mesh.get_group(0))
+        owners = dist.get_process_group_ranks(handle.owners.exchange.group)
+        if not set(copies) <= set(owners):
+            raise OptimizerError(
+                f"this optimizer trains parameters of which the processes {copies} have copies and {handle}, the weight of a "
+                f"table that belongs to the processes {owners}: the copies of its rows would drift apart; make it with "
+                "process_group=torch.distributed.group.WORLD"
+            )

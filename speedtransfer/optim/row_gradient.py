@@ -122,6 +122,8 @@ class RowGradient(Tensor):
         kwargs = kwargs or {}
         if torch.is_grad_enabled():
             _check_no_graph(func, args)
+        if func.namespace == "c10d":
+            return _collective(func, args, kwargs)
         if "out" in kwargs:
             return _into(kwargs["out"], func, args, kwargs)
         result = by_rows(func, args, kwargs)
@@ -129,7 +131,8 @@ class RowGradient(Tensor):
             result = _densely(func, args, kwargs)
         if args and isinstance(args[0], list) and func.__name__.partition(".")[0].endswith("_"):
             # Torch counts the writes of `torch._foreach_add_` itself only if all tensors are its own.
-            written = [each for each in args[0] if not isinstance(each, RowGradient) and not each.is_inference()]
+            flat = (each for each in args[0] if isinstance(each, Tensor))
+            written = [each for each in flat if not isinstance(each, RowGradient) and not each.is_inference()]
             torch.autograd.graph.increment_version(written)
         return result
 
@@ -422,6 +425,13 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 g._tell(g.rows, "zeroed")
         return None
     return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
+
+
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a collective, which writes to its first argument if to any; its schema does not say so."""
+    writes = func.__name__.partition(".")[0].endswith("_")
+    first = tree_map_only(RowGradient, RowGradient.view_dense if writes else RowGradient.dense, args[0])
+    return func(first, *tree_map_only(RowGradient, RowGradient.dense, args[1:]), **kwargs)
 
 
 def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -44,6 +44,7 @@ class Sharded(Owners):
     """
 
     is_alone = has_whole = shows_sparse = False
+    holds = True
     # Whether rows have in each process the numbers that they have in the whole table.
     is_shared: ClassVar[bool] = False
     lookups_kind: ClassVar[type[ShardLookups]] = ShardLookups
@@ -58,6 +59,11 @@ class Sharded(Owners):
         # By the number of their lookup, gradients for the next exchange.
         self._left: dict[int, Tensor] = {}
         self.share_rows()
+
+    @property
+    def so_far(self) -> str:  # noqa: D102
+        # Rows may have been loaded in some processes alone.
+        return f"{super().so_far}, {self.changes} changes of its rows"
 
     @property
     def looked_up(self) -> str:  # noqa: D102

@@ -88,7 +88,7 @@ sharded | backward that raises | out of step: rank 0: brings gradients .* rank 1
 shared | backward that raises | 1 failed backwards
 shared | frozen | out of step|differ
 shared | step | out of step
-sharded replicas | step | after 3 steps .* after 2 steps
+sharded replicas | step | after 3 steps.* after 2 steps
 sharded shared replicas | zero_grad | with a gradient
 sharded shared replicas | rate | 'lr': 0.1,.*'lr': 0.2,
 sharded shared replicas | rate in a tensor | 'lr': 0.1.*'lr': 0.2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -209,8 +210,8 @@ def look_up_on_one_rank() -> str:
 def test_rows_that_one_process_does_not_take_are_an_error(two):
     for said in two(look_up_on_one_rank):
         assert said.startswith("DifferenceError: the processes differ where one brings gradients")
-        assert "3.weight after 2 steps and 4 lookups" in said
-        assert "3.weight after 2 steps and 3 lookups" in said
+        assert re.search("3.weight after 2 steps, .* and 4 lookups", said)
+        assert re.search("3.weight after 2 steps, .* and 3 lookups", said)
 
 
 # --- models whose forward asks for all tables when it begins --------------------------------------------------------------

@@ -1,0 +1,223 @@
+"""What people do by hand with ``torch.distributed``, on ``nn.Embedding`` and on ours: the same rows in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import speedtransfer as st
+from ranks.pair import DIM, ROWS, Net, ids, squares, table, told, wrap
+
+PROGRAMS: dict[str, Callable[..., Any]] = {}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "cached": {"cache_rows": 8},
+    "encoded": {"storage_dtype": torch.bfloat16, "dtype": torch.float32},
+}
+
+
+def program(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function of a net, its optimizer and a wrapper run on both."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def backward(model: Any, step: int = 0) -> None:
+    squares(model, ids(step)).backward()
+
+
+# --- gradients by hand ------------------------------------------------------------------------------------------------------
+
+
+@program
+def averaged(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    backward(net)
+    for param in net.parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= dist.get_world_size()
+    opt.step()
+    backward(net, 1)
+    works = [dist.all_reduce(param.grad, async_op=True) for param in net.parameters()]
+    for work in works:
+        work.wait()
+    opt.step()
+
+
+@program
+def of_rank_0(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    backward(net)
+    for param in net.parameters():
+        dist.broadcast(param.grad.data, 0)
+    opt.step()
+
+
+@program
+def averaged_by_a_hook(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    def mean(grad: Tensor) -> Tensor:
+        total = grad.clone()
+        dist.all_reduce(total)
+        return total / 2
+
+    net.emb.weight.register_hook(mean)
+    backward(net)
+    opt.step()
+
+
+@program
+def gathered(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    backward(net)
+    found = [torch.zeros_like(net.emb.weight.grad.to_dense()) for _ in range(2)]
+    dist.all_gather(found, net.emb.weight.grad)
+    net.emb.weight.grad.copy_(found[0] - 2 * found[1])
+    opt.step()
+
+
+# --- within and beside the wrapper ------------------------------------------------------------------------------------------
+
+
+@program
+def zero_grad_after_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    ddp = model()
+    with ddp.no_sync():
+        backward(ddp)
+        # One that is kept goes on being the gradient.
+        net.emb.weight.grad.mul_(0.5)
+    opt.zero_grad()
+    backward(ddp, 1)
+    opt.step()
+
+
+@program
+def a_step_in_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    ddp = model()
+    with ddp.no_sync():
+        backward(ddp)
+    opt.step()
+    opt.zero_grad()
+    backward(ddp, 1)
+    opt.step()
+
+
+@program
+def scaled_in_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    ddp = model()
+    with ddp.no_sync():
+        backward(ddp)
+        grad = net.emb.weight.grad
+        nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
+    backward(ddp, 1)
+    assert grad is net.emb.weight.grad
+    grad.mul_(2)
+    opt.step()
+
+
+@program
+def without_the_wrapper(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    ddp = model()
+    backward(ddp)
+    backward(ddp.module, 1)
+    opt.step()
+    opt.zero_grad()
+    if dist.get_rank() == 0:
+        backward(ddp.module, 2)
+    backward(ddp, 3)
+    opt.step()
+
+
+@program
+def two_backwards_of_a_forward(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    ddp = model()
+    loss = squares(ddp, ids())
+    loss.backward(retain_graph=True)
+    loss.backward()
+    opt.step()
+
+
+# --- rows by hand -----------------------------------------------------------------------------------------------------------
+
+
+@program
+def rows_of_rank_1(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    with torch.no_grad():
+        net.emb.weight.add_(dist.get_rank())
+        for param in net.parameters():
+            dist.broadcast(param.data, 1)
+
+
+@program
+def rows_averaged(net: Net, opt: Any, model: Callable[[], Any]) -> None:
+    backward(net)
+    opt.step()
+    for param in net.parameters():
+        dist.all_reduce(param.data, async_op=True).wait()
+        param.data /= 2
+
+
+def rows(make: Callable[..., Any], name: str, **options: Any) -> Tensor:
+    torch.manual_seed(3)
+    net = Net(make(ROWS, DIM, **options))
+    with torch.no_grad():
+        net.emb.weight.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM) / 256)
+    PROGRAMS[name](net, torch.optim.SGD(net.parameters(), lr=0.125), lambda: wrap(net))
+    return net.emb.weight.detach().clone()
+
+
+def distances(options: dict[str, Any]) -> dict[str, float]:
+    with torch.autograd.set_multithreading_enabled(False):
+        return {
+            name: float(
+                (rows(st.Embedding, name, **options) - rows(nn.Embedding, name, dtype=options["dtype"])).abs().max()
+            )
+            for name in PROGRAMS
+        }
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+def test_as_torch(two, options):
+    most = 0.05 if options == "encoded" else 1e-12
+    for found in two(distances, {"dtype": torch.float64, **OPTIONS[options]}):
+        assert {name: far for name, far in found.items() if not far < most} == {}
+
+
+# --- what the processes have to share ---------------------------------------------------------------------------------------
+
+
+def refused(kind: str) -> dict[str, str]:
+    found, rank, group = {}, dist.get_rank(), {"process_group": dist.group.WORLD}
+    emb = table(kind)
+    if rank == 0 or kind == "shared":
+        emb.load_state_dict({"weight": torch.full((ROWS, DIM), 2.0)})
+    if kind == "sharded":
+        found["loaded by rank 0"] = told(lambda: emb(ids()))
+    values = torch.full((ROWS, DIM), float(rank))
+    memory = {"memory": "shared"} if kind == "shared" else {}
+    found["rows of each rank"] = told(lambda: st.Embedding.from_pretrained(values, **group, **memory))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_rows_that_processes_do_not_have_in_common(two, kind):
+    for found in two(refused, kind):
+        assert all("the processes differ" in each for each in found.values()), found
+
+
+def hybrid() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    net = Net(st.Embedding(ROWS, DIM, dtype=torch.float64, process_group=mesh["parts"]))
+    fully_shard(net, mesh=mesh, ignored_params=st.table_parameters(net))
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+    backward(net)
+    return told(opt.step)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
+def test_hybrid_sharding_over_more_processes_than_the_table(two):
+    assert all("copies of its rows would drift apart" in each for each in two(hybrid))
