@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import re
 import threading
@@ -28,11 +29,11 @@ from speedtransfer.cli import app
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 
 
-def world(name: str = "adamw lazy", folder: Path | None = None) -> World:
-    """Return a model without its optimizer, as it is at first, or in a folder of `chain` before the deltas."""
-    made = World(name, with_state=False)
-    if folder is not None:
-        made.load(folder / "base")
+def world(name: str = "adamw lazy", saved: Path | None = None, with_state: bool = False) -> World:
+    """Return a model as it is at first, or as it was saved."""
+    made = World(name, with_state)
+    if saved is not None:
+        made.load(saved)
     return made
 
 
@@ -77,7 +78,7 @@ def refuses(words: str, path: Any, one: World, *mark: Any, error: type[Exception
 @pytest.mark.parametrize("name", ["adamw lazy", "vocabulary"])
 def test_gaps_and_repeats_are_refused(name: str, tmp_path: Path) -> None:
     _, paths = chain(tmp_path, name, with_state=False)
-    copy = world(name, tmp_path)
+    copy = world(name, tmp_path / "base")
     refuses("begins with other rows of 'emb.weight'.*a delta before it is missing", paths[1], copy)
     known = copy.apply(paths[0])
     refuses("has been applied: the model holds what comes after it", paths[0], copy)
@@ -88,7 +89,7 @@ def test_gaps_and_repeats_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     _, paths = chain(tmp_path, with_state=False)
-    copy, smaller, wider = world(folder=tmp_path), world(), world(folder=tmp_path)
+    copy, smaller, wider = world(saved=tmp_path / "base"), world(), world(saved=tmp_path / "base")
     known = copy.apply(paths[0])
     with torch.no_grad():
         copy.net.emb.weight[int(Delta(paths[1]).rows["emb.weight"].ids[0])] += 1.0
@@ -188,12 +189,7 @@ def test_what_cannot_be_marked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", few([131, 1], 131))
 def test_damaged_files_are_refused(step: int, name: str, with_state: bool, tmp_path: Path) -> None:
     _, paths = chain(tmp_path, name, with_state)
-
-    def copied() -> World:
-        made = World(name, with_state)
-        made.load(tmp_path / "full0")
-        return made
-
+    copied = functools.partial(world, name, tmp_path / "full0", with_state)
     raw, copy, wanted, damaged = paths[1].read_bytes(), copied(), copied(), tmp_path / "damaged.safetensors"
     before = copy.digest()
     wanted.apply(paths[1])
@@ -253,7 +249,7 @@ def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> Non
     tensors[name] = FORGED[name][number](tensors[name]).contiguous()
     with safe_open(paths[0], "pt") as opened:
         save_file(tensors, paths[0], opened.metadata())
-    refuses("", paths[0], world(folder=tmp_path), error=SpeedtransferError)
+    refuses("", paths[0], world(saved=tmp_path / "base"), error=SpeedtransferError)
 
 
 SOME = [("adamw lazy", False, 97), ("vocabulary", True, 499)]
@@ -264,12 +260,7 @@ MORE = [("adamw lazy", False, 1), ("adamw lazy", True, 19), ("8-bit state exact"
 @pytest.mark.parametrize(("name", "with_state", "every"), few(SOME + MORE, *SOME))
 def test_an_apply_that_is_interrupted_is_made_again(name: str, with_state: bool, every: int, tmp_path: Path) -> None:
     _, (_, path, _) = chain(tmp_path, name, with_state)
-
-    def copied() -> World:
-        made = World(name, with_state)
-        made.load(tmp_path / "full0")
-        return made
-
+    copied = functools.partial(world, name, tmp_path / "full0", with_state)
     wanted, counted, before = copied(), Interrupt(), copied().digest()
     copied().apply(path)
     assert not counted.during(lambda: wanted.apply(path))

@@ -22,11 +22,14 @@ def cache(tmp_path, monkeypatch):
     calibration._known.clear()
 
 
+@pytest.fixture
+def engine():
+    return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU)
+
+
 @pytest.mark.sweep
 class TestAuto(OnCpu):
-    @pytest.fixture
-    def engine(self):
-        return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU)
+    pass
 
 
 def made(points, rate=0.0):
@@ -41,10 +44,6 @@ POINTS = [
 
 
 class TestChoice:
-    @pytest.fixture
-    def engine(self):
-        return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU)
-
     def test_the_fastest_at_the_nearest_point(self, engine):
         made(POINTS).save()
         assert engine.choose("gather", 8, 500) == "reference"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import elsewhere
-from cpu_kernels import cpu_kernels
+from cpu_kernels import launch_by_cpu
 from engine_cases import Twice, cached
 from in_child import forks, in_child
 from test_engines import OnCpu
@@ -52,15 +52,7 @@ class ByKernels(HostEngine):
 @pytest.fixture
 def launches(monkeypatch):
     """Run the kernels of caches on the CPU; return their names."""
-    kernels, made = cpu_kernels(), []
-
-    def launch(num_items, source, name, device, packed, on_host=False):
-        assert (source, on_host) == ("cache.cu", name != "find_slots")
-        made.append(name)
-        kernels.launch(name, *[(1, 1), (2, 32), (3, 7)][len(made) % 3], packed, backwards=bool(len(made) % 2))
-
-    monkeypatch.setattr(cache_kernels, "launch_over", launch)
-    return made
+    return launch_by_cpu(monkeypatch, cache_kernels)
 
 
 @pytest.mark.sweep

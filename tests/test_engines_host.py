@@ -36,10 +36,9 @@ class TestHost(OnHost):
     pass
 
 
+@pytest.mark.usefixtures("always_compiled")
 class TestCompiled(OnHost):
-    @pytest.fixture(autouse=True)
-    def compiled(self, always_compiled):
-        pass
+    pass
 
 
 @pytest.mark.sweep

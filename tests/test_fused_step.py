@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import cpu_kernels
+from cpu_kernels import launch_by_cpu
 from lazy_oracle import Twins
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
@@ -37,7 +37,6 @@ OPTIMIZERS: dict[str, Make] = {
     "adam-no-betas": lambda params: Adam(params, 0.01, betas=(0.0, 0.0), eps=0.1),
     "adamw-decay": lambda params: AdamW(params, 0.01, (0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True),
 }
-LAUNCHES = [(1, 1), (2, 32), (3, 7), (5, 64)]
 NUM_ROWS = 23
 CACHED = [{}, {"cache_rows": 9}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}]
 
@@ -46,22 +45,10 @@ fuses = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT",
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Run the kernel on the CPU, in launches of odd sizes; return these."""
-    kernels, made = cpu_kernels(), list[tuple[int, int]]()
-
-    def launch(
-        num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray, on_host: bool = False
-    ) -> None:
-        assert (num_items > 0, on_host) == (True, name != "find_slots"), (num_items, name, on_host)
-        size = LAUNCHES[len(made) % len(LAUNCHES)]
-        if source == "step.cu":
-            made.append(size)
-        kernels.launch(name, *size, packed, backwards=bool(len(made) % 3))
-
-    for module in (fused_step, cache_kernels):
-        monkeypatch.setattr(module, "launch_over", launch)
-    return made
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the kernel on the CPU; return a list as long as there were launches."""
+    launch_by_cpu(monkeypatch, cache_kernels)
+    return launch_by_cpu(monkeypatch, fused_step)
 
 
 @pytest.fixture

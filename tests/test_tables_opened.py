@@ -175,31 +175,19 @@ open(one, shard, scale_key="model.norm.0") -> InvalidTypeError: scales are for r
 """
 
 
-@pytest.fixture
-def names(published):
-    """What the calls of WRONG use: files beside those that are published, and some of these."""
-    folder = published[0]
-    two, none = torch.zeros(2, 3), folder / "two"
-    none.mkdir()
+def test_wrong_arguments(published):
+    folder, two = published[0], torch.zeros(2, 3)
+    (folder / "two").mkdir()
     for name in ("a", "b"):
-        save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
+        save_file({"x.0": two, "x.2": two.clone()}, folder / "two" / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
     others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
-    return {
-        "folder": folder,
-        "files": sorted(folder.glob("model*.safetensors")),
-        "one": folder / "model-00000-of-00005.safetensors",
-        "index": folder / "model.safetensors.index.json",
-        "others": folder / "w.safetensors",
-        "shard": "model.shard_0.weight",
-    }
-
-
-def test_wrong_arguments(names):
+    files = sorted(folder.glob("model*.safetensors"))
+    names = {"folder": folder, "files": files, "others": folder / "w.safetensors", "one": files[0]}
     for refusal in refusals(WRONG):
-        assert "; " in check_refused(refusal, open=st.Table.open, torch=torch, **names)
+        assert "; " in check_refused(refusal, open=st.Table.open, shard="model.shard_0.weight", torch=torch, **names)
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
