@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from optimizer_cases import OptimizerCase
+from optimizer_cases import OptimizerCase, case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -79,6 +79,13 @@ class Run:
         parts += [random.getstate(), np.random.get_state(legacy=False)]
         parts += [generator.bit_generator.state for generator in self.numpy.values()]
         return digest(parts)
+
+
+def trained(epochs: int, seed: int = 0) -> Run:
+    seed_all(5)
+    run = Run(case_named("adamw"), seed)
+    run.epochs(epochs)
+    return run
 
 
 def digest(value: Any) -> str:

@@ -153,6 +153,21 @@ def pack(
     )
 
 
+def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
+    """Let a module launch kernels on the CPU, in launches of odd sizes; return their names, one for each launch."""
+    kernels, made = cpu_kernels(), list[str]()
+
+    def launch(items: int, source: str, name: str, device: Any, packed: Any, on_host: bool = False) -> None:
+        assert on_host == (source in ("cache.cu", "step.cu") and name != "find_slots")
+        if items:
+            made.append(name)
+            size = [(1, 1), (2, 32), (3, 7), (5, 64)][len(made) % 4]
+            kernels.launch(name, *size, packed, backwards=bool(len(made) % 3))
+
+    monkeypatch.setattr(module, "launch_over", launch)
+    return made
+
+
 @contextlib.contextmanager
 def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
     """Let the mapped engine run the kernels on the CPU."""

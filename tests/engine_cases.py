@@ -5,6 +5,8 @@ compute device.
 """
 
 import contextlib
+import functools
+import re
 
 import numpy as np
 import pytest
@@ -89,23 +91,17 @@ class EngineCases:
 
     @pytest.mark.parametrize(("start", "dim", "stride"), [(0, 4, 8), (1, 4, 7), (3, 16, 32), (1, 16, 16), (0, 16, 20)])
     def test_strided_and_misaligned_planes(self, engine, device, store, start, dim, stride):
-        for dtype in (torch.float32, torch.int8):
-            self.check_strided(engine, device, store, dtype, start, dim, stride)
-
-    def check_strided(self, engine, device, store, dtype, start, dim, stride):
-        content = any_bits((1, 13 * stride + start), dtype)
-        memory = store(content)
-
         def rows_of(memory):
             return memory[0, start:].as_strided((13, dim), (stride, 1), storage_offset=memory.storage_offset() + start)
 
-        plane, expected = rows_of(memory), content.clone()
-        (rows,) = self.gather(engine, device, [plane], [12, 0, 5, 12])
-        np.testing.assert_array_equal(bits(rows), bits(rows_of(content)[[12, 0, 5, 12]]))
-        new = any_bits((2, dim), dtype, seed=1)
-        self.scatter(engine, device, [plane], [12, 5], [new])
-        rows_of(expected)[[12, 5]] = new
-        np.testing.assert_array_equal(bits(memory), bits(expected))  # padding and idle rows as they were
+        for dtype in (torch.float32, torch.int8):
+            content, new = any_bits((1, 13 * stride + start), dtype), any_bits((2, dim), dtype, seed=1)
+            memory, expected = store(content), content.clone()
+            (rows,) = self.gather(engine, device, [rows_of(memory)], [12, 0, 5, 12])
+            np.testing.assert_array_equal(bits(rows), bits(rows_of(content)[[12, 0, 5, 12]]))
+            self.scatter(engine, device, [rows_of(memory)], [12, 5], [new])
+            rows_of(expected)[[12, 5]] = new
+            np.testing.assert_array_equal(bits(memory), bits(expected))  # padding and idle rows as they were
 
     def test_a_gather_sees_the_scatter_before(self, engine, device, store):
         plane = store(torch.zeros(100, 7))
@@ -119,21 +115,17 @@ class EngineCases:
     @pytest.mark.parametrize("dim", [1, 3, 8, 20, 129, 1024])
     def test_conversion(self, engine, device, store, dim):
         for stored, dense in CONVERSIONS:
-            self.check_conversion(engine, device, store, stored, dense, dim)
-
-    def check_conversion(self, engine, device, store, stored, dense, dim):
-        content, new = any_bits((29, dim), stored), any_bits((17, dim), dense, seed=1)
-        plane, generator = store(content), np.random.default_rng(dim)
-        index = torch.from_numpy(generator.integers(0, 29, 40))
-        rows = torch.ones(40, dim, dtype=dense, device=device)
-        engine.gather([plane], index.to(device), [rows])
-        same_values(rows, content[index].to(dense))
-        index = torch.from_numpy(generator.permutation(29)[:17])
-        engine.scatter([plane], index.to(device), [new.to(device)])
-        engine.wait()
-        expected = content.clone()
-        expected[index] = new.to(stored)
-        same_values(plane, expected)
+            content, new = any_bits((29, dim), stored), any_bits((17, dim), dense, seed=1)
+            plane, generator = store(content), np.random.default_rng(dim)
+            index = torch.from_numpy(generator.integers(0, 29, 40))
+            rows = torch.ones(40, dim, dtype=dense, device=device)
+            engine.gather([plane], index.to(device), [rows])
+            same_values(rows, content[index].to(dense))
+            index = generator.permutation(29)[:17]
+            self.scatter(engine, device, [plane], index, [new])
+            expected = content.clone()
+            expected[index] = new.to(stored)
+            same_values(plane, expected)
 
     def test_an_index_on_the_host(self, engine, device, store):
         plane, index = store(torch.zeros(50, 6)), torch.tensor([49, 3])
@@ -149,14 +141,11 @@ class EngineCases:
         planes, generator = [store(content) for content in contents], np.random.default_rng(0)
         index = torch.from_numpy(generator.integers(0, 3000, 9000))
         dtypes = [torch.float32, torch.bfloat16, torch.int32]
-        rows = [
-            torch.ones(9000, plane.shape[1], dtype=dtype, device=device)
-            for plane, dtype in zip(planes, dtypes, strict=True)
-        ]
+        expected = [content[index].to(dtype) for content, dtype in zip(contents, dtypes, strict=True)]
         for given in (index.to(device), index):
+            rows = [torch.ones_like(part, device=device) for part in expected]
             engine.gather(planes, given, rows, check=True, unsorted=True)
-            for got, content, dtype in zip(rows, contents, dtypes, strict=True):
-                assert torch.equal(got.cpu(), content[index].to(dtype))
+            assert all(torch.equal(got.cpu(), part) for got, part in zip(rows, expected, strict=True))
         content, order = torch.randn(9000, 64), torch.from_numpy(generator.permutation(9000))
         plane = store(torch.zeros(9000, 64))
         engine.scatter([plane], order.to(device), [content.to(device)], unsorted=True)
@@ -168,25 +157,15 @@ class EngineCases:
         index = torch.from_numpy(np.random.default_rng(0).integers(0, 29, 9000))
         index[[8000, 4321]], index[7000] = 29, -5
         for given in (index.to(device), index):
-            self.expect_fault(
-                engine,
-                4321,
-                29,
-                lambda given=given: engine.gather([plane], given, rows, check=True, unsorted=True),
-            )
+            gather = functools.partial(engine.gather, [plane], given, rows, check=True, unsorted=True)
+            self.expect_fault(engine, 4321, 29, gather)
 
     def expect_fault(self, engine, position, value, call, have="29 rows (0 to 28)"):
         """Expect the error of a gather with `check` from `call`, which begins with that gather, or from a wait after it."""
 
-        def call_and_wait():
-            call()
-            engine.wait()
-
-        with pytest.raises(RowIndexError) as error:
-            call_and_wait()
-        rule = "rows count from 0" if value < 0 else f"the table has {have}"
-        assert str(error.value).startswith(f"index[{position}]")
-        assert f" is {value} but {rule}" in str(error.value)
+        rule = "rows count from 0" if value < 0 else rf"the table has {have}"
+        with pytest.raises(RowIndexError, match=rf"^index\[{position}\].* is {value} but {re.escape(rule)}") as error:
+            (call(), engine.wait())
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize("where", ["device", "host"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine
 
@@ -14,3 +15,10 @@ def run_machine(machine: type[RuleBasedStateMachine], **options: Any) -> None:
     case = machine.TestCase
     case.settings = settings(**{**always, **options})
     case().runTest()
+
+
+def short_and_long(short: dict[str, Any], long: dict[str, Any]) -> Any:
+    """Give a test the options of a short run, and those of a long one, which is slow and of other sequences each time."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(1800)]
+    runs = [short, pytest.param(long | {"derandomize": False}, marks=marks)]
+    return pytest.mark.parametrize("options", runs, ids=["short", "long"])

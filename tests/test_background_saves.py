@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from cases import take_step
+from delta_cases import CASES, SGD, VOCABULARIES, World
 from in_child import run_child
 from safetensors.torch import load_file
 from sweeps import few
-from test_deltas import FORMS, Net, contents, optimizer, step
 
 import speedtransfer as st
 from speedtransfer import jit
@@ -27,19 +27,17 @@ from speedtransfer.checkpoint import background
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.tables import aside, chunks, snapshots
 
-MORE_FORMS: dict[str, dict[str, Any]] = FORMS | {
-    "exact bfloat16": {"storage_dtype": torch.bfloat16, "idle": "exact"},
-    "state in 8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8, "idle": "exact"},
-}
+FORMS = [name for name in CASES if name not in VOCABULARIES]
 
 
-def trained(form: str, folder: Path, name: str, steps: int = 5) -> tuple[Net, Any]:
-    net = Net(**MORE_FORMS[form] | ({"path": folder / f"{name}.npy"} if form == "file" else {}))
-    opt = optimizer(net)
-    torch.manual_seed(1)
-    for _ in range(steps):
-        step(net, opt)
-    return net, opt
+def trained(form: str, folder: Path) -> World:
+    one = World(form, folder=folder)
+    one.steps(5, 1)
+    return one
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def checksums(path: Path) -> dict[str, str]:
@@ -59,20 +57,19 @@ def when_read(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
     monkeypatch.setattr(snapshots, "np", SimpleNamespace(**vars(np) | {"copyto": copyto}))
 
 
-@pytest.mark.parametrize("form", few(MORE_FORMS, "lazy", "exact", "cache", "file", "state in 8 bits"))
+@pytest.mark.parametrize("form", few(FORMS, "adamw lazy", "adamw exact", "cached", "file", "8 bits exact"))
 def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained(form, tmp_path, "background")
-    stopped, never = trained(form, tmp_path, "stopped"), trained(form, tmp_path, "never")
-    st.save_checkpoint(tmp_path / "stopped", *stopped, extra={"epoch": [1]})
-    count, extra, numbers = [0], {"epoch": [1]}, torch.get_rng_state()
+    one, stopped, never = (trained(form, tmp_path) for _ in range(3))
+    stopped.save(tmp_path / "stopped", extra={"epoch": [1]})
+    count, extra = [0], {"epoch": [1]}
 
     @torch.enable_grad()
     def a_step() -> None:
         count[0] += 1
-        step(net, opt)
+        one.steps(1, count[0])
 
     when_read(monkeypatch, a_step)
-    save = st.save_checkpoint(tmp_path / "saved", net, opt, extra=extra, background=True)
+    save = one.save(tmp_path / "saved", extra=extra, background=True)
     extra["epoch"].append(2)
     save.wait()
     assert save.done()
@@ -80,12 +77,11 @@ def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch:
     assert count[0] >= 12  # chunks of the two tables and their state
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
     monkeypatch.undo()
-    torch.set_rng_state(numbers)
-    for _ in range(count[0]):
-        step(*never)
-    assert contents(net) == contents(never[0])
-    st.load_checkpoint(tmp_path / "saved", net, opt)
-    assert contents(net) == contents(stopped[0])
+    for seed in range(count[0]):
+        never.steps(1, seed + 1)
+    assert one.digest() == never.digest()
+    one.load(tmp_path / "saved")
+    assert one.digest() == stopped.digest()
 
 
 def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,17 +103,16 @@ def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @torch.enable_grad()
+    def update(emb: st.Embedding, opt: Any, ids: torch.Tensor) -> None:
+        take_step(opt, emb(ids).square().sum())
+
     def made() -> tuple[st.Embedding, Any]:
-        torch.manual_seed(0)
-        emb = st.Embedding(10, 8, vocabulary=st.Vocabulary(max_capacity=40, evict="lru"))
+        emb = st.Embedding(10, 8, vocabulary=st.Vocabulary(max_capacity=40, evict="lru", seed=0))
         opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
         for part in range(8):
             update(emb, opt, torch.arange(10) + 4 * part)
         return emb, opt
-
-    @torch.enable_grad()
-    def update(emb: st.Embedding, opt: Any, ids: torch.Tensor) -> None:
-        take_step(opt, emb(ids).square().sum())
 
     emb, opt = made()
     st.save_checkpoint(tmp_path / "stopped", *made())
@@ -127,7 +122,7 @@ def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save.wait()
     assert next(new) > 1004
     for role in ("model", "optimizer"):
-        saved, stopped = (load_file(next((tmp_path / name).glob(f"{role}-*"))) for name in ("saved", "stopped"))
+        saved, stopped = (load_file(*(tmp_path / name).glob(f"{role}-*")) for name in ("saved", "stopped"))
         assert saved.keys() == stopped.keys()
         # Each vocabulary has an origin of its own.
         assert [key for key in saved if not torch.equal(saved[key], stopped[key])] in ([], ["vocabulary.origin"])
@@ -136,10 +131,10 @@ def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class Held:
     """A save whose thread waits for `go` before it reads rows."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, net: Net, opt: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, one: World) -> None:
         self.go = threading.Event()
         when_read(monkeypatch, lambda: self.go.wait(60))
-        self.save = st.save_checkpoint(path, net, opt, background=True)
+        self.save = one.save(path, background=True)
 
     def makes_wait(self, call: Any, patience: float = 0.3) -> bool:
         """Tell whether something waits for the end of the save, and let both end."""
@@ -155,88 +150,81 @@ class Held:
 
 
 WHOLE = {
-    "fill_": lambda net, opt: net.emb.table.fill_(2.0),
-    "normal_": lambda net, opt: torch.nn.init.normal_(net.emb.weight),
-    "numpy": lambda net, opt: net.emb.table.numpy().fill(3.0),
-    "load_state_dict": lambda net, opt: net.load_state_dict(Net(5, idle="lazy").state_dict()),
-    "a new optimizer": lambda net, opt: step(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)),
+    "fill_": lambda one: one.net.emb.table.fill_(2.0),
+    "normal_": lambda one: torch.nn.init.normal_(one.net.emb.weight),
+    "numpy": lambda one: one.net.emb.table.numpy().fill(3.0),
+    "load_state_dict": lambda one: one.net.load_state_dict(World("adamw lazy").net.state_dict()),
+    "a new optimizer": lambda one: (setattr(one, "opt", SGD(one.net.parameters())), one.steps(1, 1)),
 }
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_changes_all_rows_waits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained("lazy", tmp_path, "net")
-    st.save_checkpoint(tmp_path / "stopped", net, opt)
-    held = Held(monkeypatch, tmp_path / "saved", net, opt)
-    assert held.makes_wait(lambda: WHOLE[name](net, opt))
+    one = trained("adamw lazy", tmp_path)
+    one.save(tmp_path / "stopped")
+    held = Held(monkeypatch, tmp_path / "saved", one)
+    assert held.makes_wait(lambda: WHOLE[name](one))
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
 
 
 @pytest.mark.parametrize("why", ["full", "other needs", "no such call"])
 def test_steps_wait_where_there_is_no_room_aside(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained("exact", tmp_path, "net")
+    one = trained("adamw exact", tmp_path)
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     if why == "full":
         monkeypatch.setattr(os, "posix_fallocate", full)
     elif why == "no such call":
         monkeypatch.delattr(os, "posix_fallocate")
     else:
         monkeypatch.setattr(aside, "shutil", SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=0)))
-    held = Held(monkeypatch, tmp_path / "saved", net, opt)
-    assert held.makes_wait(lambda: [step(net, opt) for _ in range(20)])
-    st.load_checkpoint(tmp_path / "saved", net, opt)
-    assert contents(net) == contents(trained("exact", tmp_path, "net")[0])
+    held = Held(monkeypatch, tmp_path / "saved", one)
+    assert held.makes_wait(lambda: one.steps(20, 2))
+    one.load(tmp_path / "saved")
+    assert one.digest() == trained("adamw exact", tmp_path).digest()
 
 
-@pytest.mark.parametrize("form", few(MORE_FORMS, "exact", "cache", "state in 8 bits"))
+@pytest.mark.parametrize("form", few(FORMS, "adamw exact", "cached", "8 bits exact"))
 def test_rows_go_to_the_disk_where_memory_is_used_up(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, opt = trained(form, tmp_path, "net")
-    st.save_checkpoint(tmp_path / "stopped", *trained(form, tmp_path, "stopped"))
+    one = trained(form, tmp_path)
+    trained(form, tmp_path).save(tmp_path / "stopped")
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
     monkeypatch.setattr(aside, "_PIECE_BYTES", 1000)
-    held, asked = Held(monkeypatch, tmp_path / "saved", net, opt), list[int]()
+    held, asked = Held(monkeypatch, tmp_path / "saved", one), list[int]()
     reserve = aside._File.reserve
     monkeypatch.setattr(aside._File, "reserve", lambda self, *rows: (asked.append(rows[1]), reserve(self, *rows))[1])
-    assert not held.makes_wait(lambda: [step(net, opt) for _ in range(20)], 20)
+    assert not held.makes_wait(lambda: one.steps(20, 2), 20)
     assert len(set(asked)) > 1
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} <= {"saved", "stopped", "net"}
 
 
 def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained("lazy", tmp_path, "net")
-    st.save_checkpoint(tmp_path / "saved", net, opt)
+    one = trained("adamw lazy", tmp_path)
+    one.save(tmp_path / "saved")
     before = checksums(tmp_path / "saved")
-    held = Held(monkeypatch, tmp_path / "saved", net, opt)
-    net.emb.table.torch()[3] = 1.0
-    step(net, opt)
+    held = Held(monkeypatch, tmp_path / "saved", one)
+    one.net.emb.table.torch()[3] = 1.0
+    one.steps(1, 2)
     held.go.set()
     with pytest.raises(StorageError, match="by other means"):
         held.save.wait()
     monkeypatch.undo()
     assert checksums(tmp_path / "saved") == before
     assert len(list((tmp_path / "saved").iterdir())) == 4
-    step(net, opt)
-    st.save_checkpoint(tmp_path / "saved", net, opt, background=True).wait()
+    one.steps(1, 3)
+    one.save(tmp_path / "saved", background=True).wait()
     assert checksums(tmp_path / "saved") != before
 
 
 def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained("lazy", tmp_path, "net")
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    one = trained("adamw lazy", tmp_path)
 
     def failed(path: Path) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr("speedtransfer.checkpoint.folder.os.fsync", full)
-            save = st.save_checkpoint(path, net, opt, background=True)
+            save = one.save(path, background=True)
             while not save.done():
                 time.sleep(0.001)
         assert "failed" in repr(save)
@@ -246,64 +234,63 @@ def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(StorageError, match="No space left"):
         save.wait()
     assert not (tmp_path / "a").exists()
-    st.save_checkpoint(tmp_path / "a", net, opt)
+    one.save(tmp_path / "a")
     failed(tmp_path / "b")
     with pytest.raises(StorageError, match="No space left"):
-        st.save_checkpoint(tmp_path / "b", net, opt)
-    st.save_checkpoint(tmp_path / "b", net, opt)
+        one.save(tmp_path / "b")
+    one.save(tmp_path / "b")
     save = failed(tmp_path / "c")
     background._running.clear()
     with pytest.warns(RuntimeWarning, match="was not saved: .*No space left"):
         del save
-    step(net, opt)
+    one.steps(1, 2)
 
 
 def test_later_saves_come_later(tmp_path: Path) -> None:
-    net, opt = trained("lazy", tmp_path, "net")
-    saves = []
+    one, saves = trained("adamw lazy", tmp_path), []
     for epoch in range(3):
-        saves.append(st.save_checkpoint(tmp_path / "saved", net, opt, extra=epoch, background=True))
+        saves.append(one.save(tmp_path / "saved", extra=epoch, background=True))
         assert all(save.done() for save in saves[:-1])
-        step(net, opt)
-    other = st.save_checkpoint(tmp_path / "elsewhere", net, opt, background=True)
+        one.steps(1, epoch)
+    other = one.save(tmp_path / "elsewhere", background=True)
     for save in (*saves, other):
         save.wait()
-    assert st.load_checkpoint(tmp_path / "saved", net, opt) == 2
+    assert one.load(tmp_path / "saved") == 2
 
 
 def test_it_is_found_by_who_reads_there_whatever_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    net, other = Net(), Net()
+    one, other = World("sgd"), World("sgd")
     monkeypatch.chdir(tmp_path)
-    st.save_checkpoint("saved", net, extra="before")
+    one.save(Path("saved"), extra="before")
     when_read(monkeypatch, lambda: time.sleep(0.01))
-    st.save_checkpoint("saved", net, extra="after", background=True)
+    one.save(Path("saved"), extra="after", background=True)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert st.load_checkpoint("../saved", other) == "after"
+    assert other.load(Path("../saved")) == "after"
     assert os.listdir() == []
 
 
 def test_what_cannot_be_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, opt = trained("lazy", tmp_path, "net")
+    one = trained("adamw lazy", tmp_path)
     with pytest.raises(InvalidTypeError, match="extra"):
-        st.save_checkpoint(tmp_path / "saved", net, opt, extra=object(), background=True)
-    step(net, opt)  # nobody copies rows aside
-    assert not net.emb.table.has_snapshot
+        one.save(tmp_path / "saved", extra=object(), background=True)
+    one.steps(1, 2)  # nobody copies rows aside
+    assert not one.net.emb.table.has_snapshot
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            st.save_checkpoint(tmp_path / "saved", net, opt, background=True)
-    assert not net.emb.table.has_snapshot
-    held = Held(monkeypatch, tmp_path / "saved", net, opt)
+            one.save(tmp_path / "saved", background=True)
+    assert not one.net.emb.table.has_snapshot
+    held = Held(monkeypatch, tmp_path / "saved", one)
     with pytest.raises(TimeoutError, match="is not saved after"):
         held.save.wait(0.01)
     held.go.set()
     held.save.wait()
-    net.emb.table.numpy()
+    one.net.emb.table.numpy()
     with pytest.raises(InvalidValueError, match="an array shares"):
-        st.save_checkpoint(tmp_path / "saved", net, opt, background=True)
+        one.save(tmp_path / "saved", background=True)
 
 
 ENDS = """
@@ -321,14 +308,14 @@ def test_a_process_that_ends_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
 def test_one_that_is_killed_loses_nothing(delay: float, tmp_path: Path) -> None:
-    net, opt = trained("exact", tmp_path, "net")
-    st.save_checkpoint(tmp_path / "saved", net, opt, extra=0)
+    one = trained("adamw exact", tmp_path)
+    one.save(tmp_path / "saved", extra=0)
 
     def trains() -> None:
         for epoch in range(1, 1000):
-            st.save_checkpoint(tmp_path / "saved", net, opt, extra=epoch, background=True)
-            step(net, opt)
+            one.save(tmp_path / "saved", extra=epoch, background=True)
+            one.steps(1, epoch)
 
     assert not run_child(trains, delay)
-    assert st.load_checkpoint(tmp_path / "saved", net, opt) < 999
-    step(net, opt)
+    assert one.load(tmp_path / "saved") < 999
+    one.steps(1, 1)

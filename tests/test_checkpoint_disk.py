@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_cases import Run, seed_all
+from checkpoint_cases import Run, trained
 from forked import run_script
 from in_child import skip_where_torch_refuses
 from optimizer_cases import case_named
@@ -31,10 +31,7 @@ LEFT = f"model-{'5' * 32}.safetensors"
 
 @pytest.fixture
 def run() -> Run:
-    run = Run(case_named("adamw"))
-    seed_all(4)
-    run.epochs(1)
-    return run
+    return trained(1)
 
 
 def loaded(path: Path) -> str:
@@ -64,27 +61,22 @@ def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Pa
     assert loaded(tmp_path) == run.digest()
 
 
-@pytest.mark.parametrize("what", ["file", "foreign", "dangling", "other manifest", "linked manifest"])
-def test_what_is_no_checkpoint_is_left_alone(what: str, run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "point"
-    if what == "file":
-        path.write_text("mine")
-    elif what == "dangling":
-        path.symlink_to(tmp_path / "nowhere")
-    else:
-        path.mkdir()
-        (path / LEFT).write_text("mine")
-    if what == "foreign":
-        (path / "mine.txt").write_text("mine")
-    if what == "other manifest":
-        (path / "manifest.json").write_text('{"name": "web app"}')
-    if what == "linked manifest":
-        run.save(tmp_path / "real")
-        (path / "manifest.json").symlink_to(tmp_path / "real" / "manifest.json")
-    before = sorted(os.listdir(path)) if path.is_dir() else path.is_symlink()
-    with pytest.raises(InvalidValueError, match=r"choose (an empty or new folder|another path)"):
-        run.save(path)
-    assert (sorted(os.listdir(path)) if path.is_dir() else path.is_symlink()) == before
+def test_what_is_no_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
+    foreign, other, linked = (tmp_path / name for name in ("foreign", "other", "linked"))
+    for folder in (foreign, other, linked):
+        folder.mkdir()
+        (folder / LEFT).write_text("mine")
+    (foreign / "mine.txt").write_text("mine")
+    (other / "manifest.json").write_text('{"name": "web app"}')
+    run.save(tmp_path / "real")
+    (linked / "manifest.json").symlink_to(tmp_path / "real" / "manifest.json")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    before = sorted(tmp_path.rglob("*"))
+    for path in (foreign, other, linked, tmp_path / "file", tmp_path / "dangling"):
+        with pytest.raises(InvalidValueError, match=r"choose (an empty or new folder|another path)"):
+            run.save(path)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
@@ -136,7 +128,7 @@ def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: p
 
 
 def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
-    models = [nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)) for _ in range(3)]
+    *models, other = (nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)) for _ in range(4))
     for number, model in enumerate(models):
         model[0].table.fill_(number)
     st.save_checkpoint(tmp_path, models[0], extra=0)
@@ -147,7 +139,7 @@ def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         saves = [pool.submit(save, number) for number in range(3)]
-        other, loads = nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)), 0
+        loads = 0
         while not (loads and all(each.done() for each in saves)):
             number = st.load_checkpoint(tmp_path, other)
             assert bool((other[0].table.torch() == number).all())

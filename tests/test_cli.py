@@ -28,15 +28,11 @@ def test_info_says_what_there_is(run):
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
 
 
+NO_CUPY = "CuPy is not installed; pip install 'cupy-cuda13x[ctk]'"
+NO_HEADERS = "CuPy 14.2 cannot compile; pip install 'x[ctk]'"
+NO_CUDA = "torch is built without CUDA; install a CUDA build"
+NO_DRIVER = "this machine has no NVIDIA driver; install one"
 # What is not there, the version of CuPy, the devices, whether they are calibrated; and the last line.
-NO_CUPY, NO_HEADERS = (
-    "CuPy is not installed; pip install 'cupy-cuda13x[ctk]'",
-    "CuPy 14.2 cannot compile; pip install 'x[ctk]'",
-)
-NO_CUDA, NO_DRIVER = (
-    "torch is built without CUDA; install a CUDA build",
-    "this machine has no NVIDIA driver; install one",
-)
 STATES = [
     (NO_CUPY, None, ("H200",), False, "next: `pip install 'cupy-cuda1"),
     (NO_HEADERS, "14.2", ("H200",), False, "next: pip install 'x[ctk]'; or stay on the CPU"),
@@ -169,13 +165,12 @@ def test_calibrate(run, monkeypatch, tmp_path):
     from speedtransfer.engines import HostEngine, ReferenceEngine, timing
 
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
-    plane = torch.zeros(1 << 16, dtype=torch.uint8)
-    engines = {"host": HostEngine(), "reference": ReferenceEngine()}
-    monkeypatch.setattr(
-        package,
-        "calibrate_device",
-        lambda device, progress: timing.calibrate(engines, device, plane, (16, 512), (10, 100), progress),
-    )
+    plane, engines = torch.zeros(1 << 16, dtype=torch.uint8), {"host": HostEngine(), "reference": ReferenceEngine()}
+
+    def calibrate(device, progress):
+        return timing.calibrate(engines, device, plane, (16, 512), (10, 100), progress)
+
+    monkeypatch.setattr(package, "calibrate_device", calibrate)
     code, _, err = run("calibrate", "--device", "cpu", "--show")
     assert (code, err.count("\n")) == (2, 1)
     assert "cpu has not been measured with these versions; run `speedtransfer calibrate`" in err

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from cases import take_step
+from refusals import check_refused, refusals
 from test_engines import Event, Stream, cpu_as_cuda
 
 import speedtransfer as st
@@ -159,54 +160,35 @@ def trained(idle="lazy", steps=2, **options):
     return emb, optimizer
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("options", "match"),
-        [
-            (
-                {"idle": "exact"},
-                r"weight with idle='exact', where the host records steps for idle rows,.*use idle='lazy'",
-            ),
-            (
-                {"storage_dtype": torch.int8},
-                "training weight with storage_dtype or state_dtype .* random numbers again",
-            ),
-            ({"state_dtype": torch.uint8}, "training weight with storage_dtype or state_dtype"),
-        ],
-    )
-    def test_rows(self, capturing, options, match):
-        handle = find_handle(trained(**options)[0].weight)
-        handle.check_capturable(writes=True)
-        capturing(True)
-        with pytest.raises(DeviceError, match=match):
-            handle.check_capturable(writes=True)
-        if "idle" not in options:
-            handle.check_capturable(writes=False)
+# `emb`: one whose rows the device could move, `host`: one whose rows the host moves, `exact`, `int8` and `state`: others.
+REFUSED = r"""
+check(exact, writes=True)
+-> DeviceError: weight with idle='exact', where the host records steps for idle rows,.*use idle='lazy'
+check(int8, writes=True) -> DeviceError: training weight with storage_dtype or state_dtype .* random numbers again
+check(state, writes=True) -> DeviceError: training weight with storage_dtype or state_dtype
+check(host, writes=False) -> DeviceError: whose rows the host moves \(memory='pageable'\), .*use memory='pinned'
+launch.is_trusted("this", torch.device("cuda", 0), lambda: True)
+-> DeviceError: first use of the kernels for this .* a few steps like it before the capture
+launch._compiled("rows.cu", "gather_rows", 77) -> DeviceError: compiling the kernel gather_rows
+emb.table.add_plane("more") -> DeviceError: adding planes
+"""
 
-    def test_rows_that_the_host_moves(self, capturing):
-        emb, _ = trained()
-        capturing(True)
-        find_handle(emb.weight).check_capturable(writes=True)
-        emb.table._engine.takes_padding = False
-        with pytest.raises(
-            DeviceError, match=r"whose rows the host moves \(memory='pageable'\), .*use memory='pinned'"
-        ):
-            find_handle(emb.weight).check_capturable(writes=False)
 
-    def test_kernels_that_nobody_has_used(self, capturing):
-        capturing(True)
-        with pytest.raises(
-            DeviceError, match=r"first use of the kernels for this .* a few steps like it before the capture"
-        ):
-            launch.is_trusted("this", torch.device("cuda", 0), lambda: True)
-        with pytest.raises(DeviceError, match="compiling the kernel gather_rows"):
-            launch._compiled("rows.cu", "gather_rows", 77)
+def test_refused(capturing):
+    def check(emb, writes):
+        find_handle(emb.weight).check_capturable(writes=writes)
 
-    def test_planes(self, capturing):
-        table = st.Table(3, 2, memory="pageable", device="cpu")
-        capturing(True)
-        with pytest.raises(DeviceError, match="adding planes"):
-            table.add_plane("more")
+    kinds = {"exact": {"idle": "exact"}, "int8": {"storage_dtype": torch.int8}, "state": {"state_dtype": torch.uint8}}
+    names = {name: trained(**options)[0] for name, options in (kinds | {"emb": {}, "host": {}}).items()}
+    names["host"].table._engine.takes_padding = False
+    for name in kinds:
+        check(names[name], writes=True)
+    capturing(True)
+    for refusal in refusals(REFUSED):
+        check_refused(refusal, check=check, launch=launch, torch=torch, **names)
+    check(names["emb"], writes=True)
+    for name in ("int8", "state"):
+        check(names[name], writes=False)
 
 
 class TestGradientOfAGraph:

@@ -1,5 +1,7 @@
 """Choice by measurement with the CPU in the part of the device, and the engine of a table."""
 
+import itertools
+
 import pytest
 import torch
 from test_engines import OnCpu
@@ -20,11 +22,14 @@ def cache(tmp_path, monkeypatch):
     calibration._known.clear()
 
 
+@pytest.fixture
+def engine():
+    return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU)
+
+
 @pytest.mark.sweep
 class TestAuto(OnCpu):
-    @pytest.fixture
-    def engine(self):
-        return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU)
+    pass
 
 
 def made(points, rate=0.0):
@@ -39,12 +44,8 @@ POINTS = [
 
 
 class TestChoice:
-    def engine(self, **kwargs):
-        return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU, **kwargs)
-
-    def test_the_fastest_at_the_nearest_point(self):
+    def test_the_fastest_at_the_nearest_point(self, engine):
         made(POINTS).save()
-        engine = self.engine()
         assert engine.choose("gather", 8, 500) == "reference"
         assert engine.choose("gather", 700, 50_000) == "host"
         assert engine.choose("scatter", 16, 10) == "reference"
@@ -88,15 +89,10 @@ class TestChoice:
         back = ["wait for writes of mapped", "staged gathers", "wait for staged", "mapped scatters"]
         assert steps("staged", "mapped") == [back[1], *back[2:], *back]
 
-    def test_a_step_stays_with_one_engine(self):
+    def test_a_step_stays_with_one_engine(self, engine):
         """Rows of one plane are gathered, those of three scattered: what was chosen holds for all that a row has."""
-        engine, used = self.engine(), []
-        points = [
-            (d, size, 1000, {"host": 1.0, "reference": 1.0, best: 0.5})
-            for size, best in ((64, "host"), (192, "reference"))
-            for d in ("gather", "scatter")
-        ]
-        remember(CPU, made(points))
+        used, bests = [], itertools.product(("gather", "scatter"), ((64, "host"), (192, "reference")))
+        remember(CPU, made([(way, size, 1000, {"host": 1, "reference": 1, best: 0.5}) for way, (size, best) in bests]))
         planes, index = [torch.zeros(5000, 16) for _ in range(3)], torch.arange(1000)
         for engine_name in ("host", "reference"):
             one = engine.engines[engine_name]
@@ -145,19 +141,15 @@ class TestCalibration:
         assert load(CPU) is None
 
 
-class TestEngineOfATable:
-    def test_one_made_by_hand_and_one_that_cannot_serve(self):
+def test_the_engine_of_a_table(monkeypatch):
+    for name, used in (("reference", "reference"), ("mapped", "host"), ("auto", "host"), ("", "host")):
+        monkeypatch.setenv("SPEEDTRANSFER_ENGINE", name)
         table = st.Table(4, 4, memory="pageable", device="cpu")
-        table.engine = ReferenceEngine("cpu")
-        assert table.engine == "reference"
-        for engine, name in ((ReferenceEngine("meta"), "'reference' on meta"), *((n, n) for n in ("mapped", "hsot"))):
-            words = f"{name}.*, which does not move rows of memory='pageable' on cpu"
-            with pytest.raises(InvalidValueError, match=words):
-                table.engine = engine
-        table.engine = "auto"  # where there is nothing to choose from the default
-        assert table.engine == "host"
-
-    def test_the_environment(self, monkeypatch):
-        for name, used in (("reference", "reference"), ("mapped", "host"), ("auto", "host"), ("", "host")):
-            monkeypatch.setenv("SPEEDTRANSFER_ENGINE", name)
-            assert st.Table(4, 4, memory="pageable", device="cpu").engine == used
+        assert table.engine == used
+    table.engine = ReferenceEngine("cpu")
+    assert table.engine == "reference"
+    for engine, name in ((ReferenceEngine("meta"), "'reference' on meta"), *((n, n) for n in ("mapped", "hsot"))):
+        with pytest.raises(InvalidValueError, match=f"{name}.*, which does not move rows of memory='pageable' on cpu"):
+            table.engine = engine
+    table.engine = "auto"  # where there is nothing to choose from the default
+    assert table.engine == "host"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import threading
-
 import pytest
 import torch
 from cases import elsewhere
-from cpu_kernels import cpu_kernels
+from cpu_kernels import launch_by_cpu
 from engine_cases import Twice, cached
+from in_child import forks, in_child
 from test_engines import OnCpu
 
 from speedtransfer.engines import (
-    CachedEngine,
     HostEngine,
     LfuPolicy,
     ReferenceEngine,
@@ -28,39 +24,26 @@ from speedtransfer.errors import InvalidValueError
 CPU = torch.device("cpu")
 
 
-CACHES = [("lfu", 1), ("static", 2), ("lfu", 2), ("static", 30)]
+CACHES = [(1, "lfu"), (2, "static"), (2, "lfu"), (30, "static")]
 
 
-class OnHost(OnCpu):
-    kind = CachedEngine
-
-    @pytest.fixture(params=CACHES[:2], ids=lambda case: f"{case[0]} {case[1]}")
+class TestCached(OnCpu):
+    @pytest.fixture(params=CACHES[:2], ids=str)
     def engine(self, request):
-        policy, capacity = request.param
-        return cached(capacity, policy, kind=self.kind)
-
-
-class TestCached(OnHost):
-    pass
+        return cached(*request.param)
 
 
 @pytest.mark.sweep
-class TestCachedTwice(OnHost):
-    kind = Twice
-
-    @pytest.fixture(params=CACHES[2:], ids=lambda case: f"{case[0]} {case[1]}")
+class TestCachedTwice(OnCpu):
+    @pytest.fixture(params=CACHES[2:], ids=str)
     def engine(self, request):
-        policy, capacity = request.param
-        return cached(capacity, policy, ReferenceEngine("cpu"), kind=self.kind)
+        return cached(*request.param, ReferenceEngine("cpu"), kind=Twice)
 
 
 class ByKernels(HostEngine):
     """An inner engine that lets kernels reach its planes."""
 
     runs_kernels = True
-
-    def __init__(self):
-        super().__init__("cpu")
 
     def update(self, planes, ids, read, queue):
         queue(None)
@@ -69,23 +52,14 @@ class ByKernels(HostEngine):
 @pytest.fixture
 def launches(monkeypatch):
     """Run the kernels of caches on the CPU; return their names."""
-    kernels, made = cpu_kernels(), []
-
-    def launch(num_items, source, name, device, packed, on_host=False):
-        assert (source, on_host) == ("cache.cu", name != "find_slots")
-        made.append(name)
-        kernels.launch(name, *[(1, 1), (2, 32), (3, 7)][len(made) % 3], packed, backwards=bool(len(made) % 2))
-
-    monkeypatch.setattr(cache_kernels, "launch_over", launch)
-    return made
+    return launch_by_cpu(monkeypatch, cache_kernels)
 
 
 @pytest.mark.sweep
 class TestCachedByKernels(OnCpu):
-    @pytest.fixture(params=CACHES, ids=lambda case: f"{case[0]} {case[1]}")
+    @pytest.fixture(params=CACHES, ids=str)
     def engine(self, request, launches):
-        policy, capacity = request.param
-        return cached(capacity, policy, ByKernels())
+        return cached(*request.param, ByKernels())
 
 
 def test_kernels_leave_what_torch_leaves(launches, monkeypatch):
@@ -134,7 +108,7 @@ class Counting(HostEngine):
     """Notes the ids that it moves."""
 
     def __init__(self):
-        super().__init__("cpu")
+        super().__init__()
         self.gathered, self.scattered, self.after_gather = [], [], lambda: None
 
     def gather(self, planes, index, rows, check=False, unsorted=False):
@@ -242,44 +216,36 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
 
     def change():
         inner.after_gather = lambda: None
-        if what == "scatter":
-            write(engine, [plane], [25], 3)
-        elif what == "wait":
+        if what == "wait":
             engine.wait()
             plane[25] = 3
         else:
             write(engine, [plane], [25], 3)
+        if what == "shrink":
             engine.shrink(3)
 
-    def meanwhile():
-        thread = threading.Thread(target=change)
-        thread.start()
-        thread.join(10)
-        assert not thread.is_alive()
-
     read(engine, [plane], [20])
-    inner.after_gather = meanwhile
+    inner.after_gather = lambda: elsewhere(change)
     read(engine, [plane], [20, 25])
     assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
     engine.wait()
     assert plane[25].eq(3).all()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@forks
 def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
     shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
     engine = cached(10, at_exit=True)
     write(engine, [shared], [25], 1)
-    child = os.fork()
-    if child == 0:
-        right = read(engine, [shared], [25])[0].eq(1).all() and engine.capacity == 0
+
+    def use():
+        assert read(engine, [shared], [25])[0].eq(1).all()
+        assert engine.capacity == 0
         write(engine, [shared], [26], 5)
         engine.wait()
-        del engine
-        gc.collect()
-        os._exit(0 if right else 1)
+
+    in_child(use)
     write(engine, [shared], [25], 2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert shared[25:27].tolist() == [[1, 1], [5, 5]]
     assert engine.capacity == 10
     engine.wait()

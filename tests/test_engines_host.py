@@ -2,7 +2,6 @@
 
 import ctypes
 import mmap
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import any_bits
+from in_child import forks, in_child
 from test_engines import OnCpu
 
 from speedtransfer import jit
@@ -36,10 +36,9 @@ class TestHost(OnHost):
     pass
 
 
+@pytest.mark.usefixtures("always_compiled")
 class TestCompiled(OnHost):
-    @pytest.fixture(autouse=True)
-    def compiled(self, always_compiled):
-        pass
+    pass
 
 
 @pytest.mark.sweep
@@ -66,11 +65,8 @@ def guarded(num_bytes):
 def test_every_copy_on_every_number_of_threads(always_compiled, monkeypatch, threads, row_bytes, streaming):
     monkeypatch.setattr(host, "_STREAMING_BYTES", streaming)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    content, index = (
-        any_bits((301, row_bytes), torch.uint8),
-        torch.from_numpy(np.random.default_rng(0).permutation(301)),
-    )
-    new = any_bits((257, row_bytes), torch.uint8, seed=1)
+    content, new = any_bits((301, row_bytes), torch.uint8), any_bits((257, row_bytes), torch.uint8, seed=1)
+    index = torch.from_numpy(np.random.default_rng(0).permutation(301))
     # Rows on a cache line, on a lane of 16 bytes, nowhere in particular, and beside memory that nobody may touch.
     for offset in (0, 16, 3, *([None] if sys.platform == "linux" else [])):
         memory, rows = torch.zeros(301 * row_bytes + 192, dtype=torch.uint8), torch.zeros(257 * row_bytes + 128).byte()
@@ -88,27 +84,19 @@ def test_every_copy_on_every_number_of_threads(always_compiled, monkeypatch, thr
         assert torch.equal(memory, before)
 
 
-def _gather_in_a_child(content, index, answer):
-    out = torch.empty(len(index), content.shape[1], dtype=content.dtype)
-    host.gather_rows([content], index, [out])
-    answer.put(
-        bool((out.numpy() == content.numpy()[index.numpy()]).all())
-    )  # torch's own threads hang in a forked process
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 def test_a_forked_process_has_threads_of_its_own(always_compiled, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     content, index = any_bits((500, 64), torch.uint8), torch.randperm(500)
-    host.gather_rows([content], index, [torch.empty_like(content)])  # this process has its threads by now
-    context = multiprocessing.get_context("fork")
-    answer = context.SimpleQueue()
-    child = context.Process(target=_gather_in_a_child, args=(content, index, answer))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert answer.get() is True
+
+    def gathered():
+        out = torch.empty_like(content)
+        host.gather_rows([content], index, [out])
+        return out.numpy()
+
+    expected = gathered()  # this process has its threads by now
+    np.testing.assert_array_equal(in_child(gathered), expected)
+    np.testing.assert_array_equal(expected, content.numpy()[index.numpy()])
 
 
 def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, monkeypatch):
@@ -172,8 +160,7 @@ def test_compiling_is_announced_once_and_only_where_it_takes_long(tmp_path):
 def test_an_index_that_was_changed_after_it_was_checked(always_compiled, width, bad):
     """The copies address nothing outside of the plane, and nothing is written."""
     plane, index = torch.zeros(20, width), torch.tensor([1, bad, 3])
-    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
-        host.gather_rows([plane], index, [torch.zeros(3, width)])
-    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
-        host.scatter_rows([plane], index, [torch.ones(3, width)])
+    for move in (host.gather_rows, host.scatter_rows):
+        with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
+            move([plane], index, [torch.ones(3, width)])
     assert not plane.any()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import cpu_kernels
+from cpu_kernels import launch_by_cpu
 from lazy_oracle import Twins
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
@@ -37,30 +37,18 @@ OPTIMIZERS: dict[str, Make] = {
     "adam-no-betas": lambda params: Adam(params, 0.01, betas=(0.0, 0.0), eps=0.1),
     "adamw-decay": lambda params: AdamW(params, 0.01, (0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True),
 }
-LAUNCHES = [(1, 1), (2, 32), (3, 7), (5, 64)]
 NUM_ROWS = 23
+CACHED = [{}, {"cache_rows": 9}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}]
 
 # torch's CPU code without vectors, which it takes on a machine that has none, does not fuse products with sums.
 fuses = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="torch has no vectors here")
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Run the kernel on the CPU, in launches of odd sizes; return these."""
-    kernels, made = cpu_kernels(), list[tuple[int, int]]()
-
-    def launch(
-        num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray, on_host: bool = False
-    ) -> None:
-        assert (num_items > 0, on_host) == (True, name != "find_slots"), (num_items, name, on_host)
-        size = LAUNCHES[len(made) % len(LAUNCHES)]
-        if source == "step.cu":
-            made.append(size)
-        kernels.launch(name, *size, packed, backwards=bool(len(made) % 3))
-
-    for module in (fused_step, cache_kernels):
-        monkeypatch.setattr(module, "launch_over", launch)
-    return made
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the kernel on the CPU; return a list as long as there were launches."""
+    launch_by_cpu(monkeypatch, cache_kernels)
+    return launch_by_cpu(monkeypatch, fused_step)
 
 
 @pytest.fixture
@@ -86,10 +74,6 @@ def bits(values: Tensor) -> Tensor:
     return values.detach().contiguous().view(torch.int32)
 
 
-def state_of(optimizer: Optimizer, param: Any) -> dict[str, Any]:
-    return dict(optimizer.state.get(param, {}))
-
-
 @fuses
 @pytest.mark.sweep("name")
 @pytest.mark.parametrize("width", [1, 4, 7, 64])
@@ -111,7 +95,7 @@ def test_the_kernel_against_torch(name: str, width: int, launches: list[Any], ex
         if number == 0:
             optimizer.step()
             weight.copy_(dense.detach())
-            planes = {key: v.clone() for key, v in state_of(optimizer, dense).items() if v.dim()}
+            planes = {key: v.clone() for key, v in optimizer.state[dense].items() if v is not None and v.dim()}
         else:
             (group,) = optimizer.param_groups
             plan = fused_step._PLANS[type(optimizer)](group, optimizer.state[dense], dict.fromkeys(planes, ""))
@@ -186,9 +170,7 @@ def twins(make: Make, **options: Any) -> Twins:
 
 @fuses
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "cached", [{}, {"cache_rows": 9}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}]
-)
+@pytest.mark.parametrize("cached", CACHED)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_has_the_bits_of_torch(
@@ -217,7 +199,7 @@ def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: 
     assert torch.equal(*(optimizer.param_groups[1]["params"][0] for optimizer in pair.optimizers))
 
 
-@pytest.mark.parametrize("cached", [{}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}])
+@pytest.mark.parametrize("cached", CACHED[::2])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 def test_it_counts_as_the_ordinary_way(
     idle: str, cached: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
@@ -298,16 +280,12 @@ def test_what_keeps_it_from_the_kernel(what: Any, calls: int, switched_on: list[
     assert len(seen) == calls
 
 
+SWITCHED = [("sgd-momentum", "momentum", "lazy"), ("sgd-momentum", "momentum", "exact")]
+SWITCHED += [(name, "weight_decay", "exact") for name in ("adam", "sgd")]
+
+
 @fuses
-@pytest.mark.parametrize(
-    ("name", "key", "idle"),
-    [
-        ("sgd-momentum", "momentum", "lazy"),
-        ("sgd-momentum", "momentum", "exact"),
-        ("adam", "weight_decay", "exact"),
-        ("sgd", "weight_decay", "exact"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "idle"), SWITCHED)
 def test_a_hyperparameter_switched_off_and_on(
     name: str, key: str, idle: str, switched_on: list[Any], exact_roots: None
 ) -> None:
@@ -322,24 +300,17 @@ def test_a_hyperparameter_switched_off_and_on(
     assert 0 < len(switched_on) < 11 + (key == "weight_decay")
 
 
-@pytest.mark.parametrize(
-    ("error", "idle", "cached"),
-    [
-        (DeviceError, "lazy", {}),
-        (DeviceError, "exact", {}),
-        (ValueError, "lazy", {}),
-        (DeviceError, "exact", {"cache_rows": 9}),
-    ],
-)
+@pytest.mark.parametrize("error", [DeviceError, ValueError])
+@pytest.mark.parametrize("options", [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "exact", "cache_rows": 9}], ids=str)
 def test_a_step_that_fails(
-    error: type[Exception], idle: str, cached: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], options: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves the table, the state and the gradient as they were, and can be made again."""
 
     def no_launch(*args: Any, **given: Any) -> None:
         raise DeviceError("no launch")
 
-    pair = twins(OPTIMIZERS["adam"], idle=idle, **cached)
+    pair = twins(OPTIMIZERS["adam"], **options)
     pair.train(pair.batches(12))
     pair.zero_grad()
     pair.backward(*pair.batches(1, seed=1)[0])

@@ -78,15 +78,10 @@ def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: floa
     last = np.arange(0, len(steps) + 1, max(1, len(steps) // 60))
     shape = len(last), len(sizes)
     root = np.broadcast_to(sizes, shape)
-    rows = {
-        "weight": rng.standard_normal(shape),
-        "m": rng.standard_normal(shape) * root,
-        "v": root if rule.floor else root**2,
-        "q": rng.standard_normal(shape),
-    }
-    rows = {
-        n: torch.tensor(v.copy(), dtype=dtype) for n, v in rows.items() if n in ("weight", *rule.factors, rule.partner)
-    }
+    rows = {name: rng.standard_normal(shape) for name in ("weight", "m", "q")}
+    rows |= {"m": rows["m"] * root, "v": root if rule.floor else root**2}
+    used = ("weight", *rule.factors, rule.partner)
+    rows = {name: torch.tensor(rows[name].copy(), dtype=dtype) for name in used if name is not None}
     expected = one_by_one(rule, steps, {name: values.numpy() for name, values in rows.items()}, last)
     before = {name: values.double().abs() for name, values in rows.items()}
     history.catch_up(rows, torch.tensor(last, dtype=torch.int32)[:, None])
@@ -99,19 +94,12 @@ def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: floa
         assert not wrong.any(), (name, int(last[line]), sizes[column], ours[line, column], want[line, column])
 
 
-def adam_steps(
-    count: int, first: float, second: float, eps: float = 1e-8, lr: float = 1e-3, decay: float = 0.0
-) -> list[IdleStep]:
-    return [
-        IdleStep(
-            decay=1 - lr * decay,
-            factors=(first, second),
-            scale=lr * (0.6 + 0.4 * math.sin(t / 30)) / (1 - first**t),
-            root=1 / math.sqrt(1 - second**t),
-            eps=eps,
-        )
-        for t in range(1, count + 1)
-    ]
+def adam_steps(count: int, first: float, second: float, eps: float = 1e-8, decay: float = 0.0) -> list[IdleStep]:
+    made, lr = [], 1e-3
+    for t in range(1, count + 1):
+        scale, root = lr * (0.6 + 0.4 * math.sin(t / 30)) / (1 - first**t), 1 / math.sqrt(1 - second**t)
+        made.append(IdleStep(decay=1 - lr * decay, factors=(first, second), scale=scale, root=root, eps=eps))
+    return made
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-12}
@@ -166,16 +154,10 @@ def test_whatever_the_hyperparameters(data: st.DataObject) -> None:
     count, seed = data.draw(st.integers(1, 90)), data.draw(st.integers(0, 2**31))
     jumps, rng, steps = data.draw(st.booleans()), np.random.default_rng(seed), []
     for _ in range(count):
-        lr = float(rng.choice([0.0, 1e-3, 1.0]))
-        steps.append(
-            IdleStep(
-                decay=float(1 - lr * rng.choice([0.0, 0.1, 1.0])),
-                factors=tuple(map(float, rng.uniform(0, 0.99, 2))) if jumps else (0.9, 0.999),
-                scale=lr,
-                root=float(rng.uniform(0.5, 30)),
-                eps=float(10.0 ** rng.uniform(-12, -1)),
-            )
-        )
+        lr, root, eps = float(rng.choice([0.0, 1e-3, 1.0])), float(rng.uniform(0.5, 30)), 10.0 ** rng.uniform(-12, -1)
+        decay, betas = float(1 - lr * rng.choice([0.0, 0.1, 1.0])), tuple(map(float, rng.uniform(0, 0.99, 2)))
+        factors = betas if jumps else (0.9, 0.999)
+        steps.append(IdleStep(decay=decay, factors=factors, scale=lr, root=root, eps=float(eps)))
     check(Sums(torch.float64), steps, torch.float64, 5e-12, seed)
 
 
@@ -278,12 +260,13 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
 # --- sums that several histories share ----------------------------------------------------------------------------------
 
 
-def alone(rule: Rule, steps: list[IdleStep]) -> np.ndarray:
-    """Return the lines of `steps` as a history has them that shares nothing."""
-    sums = sums_module.Sums(rule, rule.dtype)
+def check_lines(history: History, rule: Rule, steps: list[IdleStep]) -> None:
+    """Compare the lines of `steps` with those of a history that shares nothing."""
+    sums, index = sums_module.Sums(rule, rule.dtype), torch.arange(len(steps) + 1)
     for step in steps:
         sums.take(step)
-    return sums.lines(torch.arange(len(steps) + 1)).numpy()
+    assert history.length == len(steps)
+    np.testing.assert_array_equal(history.sums.lines(index).numpy(), sums.lines(index).numpy())
 
 
 @settings(max_examples=40, deadline=None)
@@ -312,8 +295,6 @@ def test_shared_sums_equal_those_of_one_history_alone(data: st.DataObject) -> No
             elif action == "drop":
                 histories[number], steps[number] = History(rules[number], rules[number].dtype), []
             elif action == "read":
-                index = torch.arange(history.length + 1)
-                np.testing.assert_array_equal(history.sums.lines(index).numpy(), alone(rules[number], steps[number]))
+                check_lines(history, rules[number], steps[number])
     for history, rule, own in zip(histories, rules, steps, strict=True):
-        assert history.length == len(own)
-        np.testing.assert_array_equal(history.sums.lines(torch.arange(len(own) + 1)).numpy(), alone(rule, own))
+        check_lines(history, rule, own)

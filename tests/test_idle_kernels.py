@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def launch(
     rows: dict[str, Tensor],
     last: Tensor,
     unsure: Any = None,
-    shape: tuple[int, int] = (2, 32),
+    shape: Any = (2, 32),
 ) -> None:
     backwards = shape == LAUNCHES[1]
     if isinstance(history, Replay):
@@ -67,21 +68,25 @@ def launch(
         cpu_kernels().launch("take_missed", *shape, packed, backwards=backwards)
 
 
+def caught_up(rule: Rule, steps: list, rows: dict[str, Tensor], compiled: str) -> tuple:
+    """Return a history, the last step of each row, and what these rows become by numba and by torch in the place of it."""
+    history, expected, by_torch = record(rule, steps, rows["weight"].dtype, 30), copied(rows), copied(rows)
+    last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
+    last[:3] = torch.tensor([[100], [30], [99]])
+    history.catch_up(expected, last)
+    with mock.patch(f"speedtransfer.idle.{compiled}", return_value=False):
+        history.catch_up(by_torch, last)
+    return history, last, expected, by_torch
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), ids=str)
-def test_missed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
     rule, steps, rows = trained(case, dtype, 70, dim=7)
     if rule.coupled or None in steps:
         pytest.skip("no sums: see the steps that are replayed")
-    history = record(rule, steps, dtype, 30)
-    last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
-    last[:3] = torch.tensor([[100], [30], [99]])
-    expected, by_torch = copied(rows), copied(rows)
-    history.catch_up(expected, last)
-    with monkeypatch.context() as patch:
-        patch.setattr("speedtransfer.idle.missed._take_compiled", lambda *rows: False)
-        history.catch_up(by_torch, last)
+    history, last, expected, by_torch = caught_up(rule, steps, rows, "missed._take_compiled")
     torch.testing.assert_close(by_torch, expected, rtol=0, atol=0)
     for shape in LAUNCHES:
         found = copied(rows)
@@ -110,16 +115,9 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", COUPLED, ids=str)
-def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
     rule, steps, rows = trained(case, dtype, 70, dim={torch.float32: 65, torch.float64: 16}.get(dtype, 5))
-    replay = record(rule, steps, dtype, 30)
-    last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
-    last[:2] = torch.tensor([[100], [30]])
-    expected, by_torch = copied(rows), copied(rows)
-    replay.catch_up(expected, last)
-    with monkeypatch.context() as patch:
-        patch.setattr(Replay, "_catch_up_compiled", lambda *rows: False)
-        replay.catch_up(by_torch, last)
+    replay, last, expected, by_torch = caught_up(rule, steps, rows, "replay.Replay._catch_up_compiled")
     for name, values in expected.items():
         torch.testing.assert_close(by_torch[name], values, rtol=10 * CLOSE[dtype], atol=10 * CLOSE[dtype])
         assert torch.equal(by_torch[name][0], rows[name][0]), "this row has missed nothing"

@@ -416,15 +416,10 @@ CASES = [(of, name) for of, act in ACTS.items() for name in act.kinds]
 # About as many points of each.
 SOME = 2
 FEW = [case for case in CASES if ACTS[case[0]].tables == 2]
-FEW += [
-    ("weight.detach", "exact"),
-    ("weight.detach", "int8"),
-    ("gather", "cache"),
-    ("load", "exact"),
-    ("load", "vocabulary"),
-]
-FEW += [("opt.load_state_dict", "exact"), ("weight.copy_", "int8"), ("admit", "vocabulary"), ("admit", "evicting")]
-FEW += [("update", "vocabulary"), ("forget", "vocabulary"), ("grow", "growing")]
+SOME_KINDS = {"weight.detach": ["exact", "int8"], "gather": ["cache"], "load": ["exact", "vocabulary"]}
+SOME_KINDS |= {"opt.load_state_dict": ["exact"], "weight.copy_": ["int8"], "admit": ["vocabulary", "evicting"]}
+SOME_KINDS |= {"update": ["vocabulary"], "forget": ["vocabulary"], "grow": ["growing"]}
+FEW += [(of, name) for of, names in SOME_KINDS.items() for name in names]
 # Kinds whose steps have torn, functions, and how many points of these come to one that is tried.
 WITHIN = [
     ("first", "add_together", 9),

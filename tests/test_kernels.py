@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import importlib.resources
 import inspect
+import itertools
 import mmap
 import re
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from cases import same_values
 from cpu_kernels import CHECKS, MOVING, cpu_kernels, pack
+from engine_cases import CONVERSIONS
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
 from speedtransfer.engines.mapped import _MOVES, pack_plane
@@ -23,8 +25,6 @@ SOURCES = sorted(
 WIDE = ("cache.cu", "rows.cu", "step.cu", "word2vec.cu")
 NUM_ROWS = 37
 LAUNCHES = [(1, 1), (1, 3), (2, 32), (3, 7), (5, 64), (1, 256)]  # (blocks, threads), odd ones too
-FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-PAIRS = [(stored, dense) for stored in FLOATS for dense in FLOATS if stored != dense]
 BAD = [-1, NUM_ROWS, 2**31, 2**40, 2**62, -(2**63)]  # far off: memory that nobody has
 
 
@@ -42,12 +42,15 @@ class TestCompile:
         """To code for no device: the last step, of which each architecture has its own, takes seconds."""
         self.check_code(source, "compute_90")
 
+    def kernels_of(self, source):
+        names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
+        assert names
+        return names
+
     def check_code(self, source, architecture):
         code, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, kind="PTX")
         assert log.strip("\0\n") == ""
-        names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
-        assert names
-        assert all(f".entry {name}(".encode() in code for name in names)
+        assert all(f".entry {name}(".encode() in code for name in self.kernels_of(source))
         # Subnormal numbers stay; the one exception is in CUDA's own expf.
         assert set(re.findall(rb"[\w.]+\.ftz[\w.]*", code)) <= {b"ex2.approx.ftz.f32"}
         # Rows move 16 bytes at a time.
@@ -63,8 +66,7 @@ class TestCompile:
     def check_machine_code(self, source, architecture):
         cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))
         assert cubin.startswith(b"\x7fELF")
-        names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
-        assert names
+        names = self.kernels_of(source)
         assert all(name.encode() in cubin for name in names)
         said = [line for line in log.splitlines() if line.strip() and not re.match(r"ptxas (info)? +[:.] ", line)]
         assert said == [], log
@@ -98,9 +100,9 @@ def aligned_zeros(num_rows, row_bytes):
     return memory[-memory.data_ptr() % 16 :][: num_rows * row_bytes].view(num_rows, row_bytes)
 
 
-def check(kernels, width, launch, num_index=23, backwards=False):
+def check(kernels, width, launch, backwards):
     """Gather and scatter rows of `width` bytes, and compare with NumPy."""
-    generator = np.random.default_rng(width)
+    generator, num_index = np.random.default_rng(width), 23
     plane, memory = plane_of(NUM_ROWS, width, width, 0, generator)
     index = torch.from_numpy(generator.integers(0, NUM_ROWS, num_index))
     rows = aligned_zeros(num_index, width)
@@ -124,7 +126,7 @@ class TestRows:
     @pytest.mark.parametrize("launch", LAUNCHES)
     def test_dims_and_launch_sizes(self, kernels, launch):
         for number, width in enumerate([*range(1, 81), 100, 128, 300, 512, 528, 1040, 3000, 4096]):
-            check(kernels, width, launch, backwards=bool(number % 2))
+            check(kernels, width, launch, bool(number % 2))
 
     @pytest.mark.parametrize("launch", LAUNCHES)
     def test_every_lane_is_read_once(self, kernels, launch):
@@ -160,32 +162,22 @@ def sparse_plane(num_rows, dim):
     return torch.from_numpy(np.frombuffer(memory, dtype=np.float32)).view(num_rows, dim)
 
 
-def zeroed(plane, index):
-    """Return what a gather gives: zeros for rows that do not exist."""
-    exists = (index >= 0) & (index < len(plane))
-    return np.where(exists[:, None], plane[np.where(exists, index, 0)], 0)
-
-
 class TestFaults:
-    def gather(self, kernels, index, fault, widths=(12,), kind="rows", backwards=False):
-        planes = [torch.arange(NUM_ROWS * width, dtype=torch.int32).view(NUM_ROWS, width) + 1 for width in widths]
-        rows = [torch.full((len(index), width), -1, dtype=torch.int32) for width in widths]
-        kernels.launch(f"gather_{kind}", 2, 32, pack(planes, index, rows, fault), backwards)
-        for plane, out in zip(planes, rows, strict=True):
-            np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
-
     @pytest.mark.parametrize("kind", ["rows", "converted"])
     @pytest.mark.parametrize("backwards", [False, True])
     def test_the_first_bad_position(self, kernels, kind, backwards):
+        """Rows that do not exist are zeros."""
         generator = np.random.default_rng(0)
-        for position in (0, 1, 63, 64, 150, 199):
-            for bad in BAD:
-                index = torch.from_numpy(generator.integers(0, NUM_ROWS, 200))
-                index[position] = bad
-                index[position + 1 :: 7] = -5  # others after it
-                fault = np.zeros(5, dtype=np.int64)
-                self.gather(kernels, index, fault, kind=kind, backwards=backwards)
-                assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
+        plane = torch.arange(NUM_ROWS * 12, dtype=torch.int32).view(NUM_ROWS, 12) + 1
+        for position, bad in itertools.product((0, 1, 63, 64, 150, 199), BAD):
+            index = torch.from_numpy(generator.integers(0, NUM_ROWS, 200))
+            index[position] = bad
+            index[position + 1 :: 7] = -5  # others after it
+            fault, rows = np.zeros(5, dtype=np.int64), torch.full((200, 12), -1, dtype=torch.int32)
+            kernels.launch(f"gather_{kind}", 2, 32, pack([plane], index, [rows], fault), backwards)
+            exists = (index >= 0) & (index < NUM_ROWS)
+            assert torch.equal(rows, plane[index.where(exists, 0)] * exists[:, None])
+            assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
 
     @pytest.mark.parametrize("width", [1, 3, 40, 1000])
     def test_scattered_nowhere(self, kernels, width):
@@ -195,15 +187,14 @@ class TestFaults:
         assert plane.any(dim=1).nonzero().flatten().tolist() == [2, 5]
 
 
-def convert(kernels, values, dtype, launch=(4, 64)):
-    """Return `values` (n, dim) as `dtype`, by a gather and by a scatter that must agree."""
+def check_converted(kernels, values, dtype):
+    """Convert `values` (n, dim) by a gather and by a scatter."""
     index = torch.arange(len(values))
-    rows = torch.zeros(values.shape, dtype=dtype)
-    kernels.launch("gather_converted", *launch, pack([values], index, [rows]))
-    plane = torch.zeros(values.shape, dtype=dtype)
-    kernels.launch("scatter_converted", *launch, pack([plane], index, [values]))
-    same_values(plane, rows)
-    return rows
+    rows, plane = torch.zeros(2, *values.shape, dtype=dtype)
+    kernels.launch("gather_converted", 4, 64, pack([values], index, [rows]))
+    kernels.launch("scatter_converted", 4, 64, pack([plane], index, [values]))
+    for found in (rows, plane):
+        same_values(found, values.to(dtype))
 
 
 def interesting_floats():
@@ -218,17 +209,12 @@ def interesting_floats():
 
 
 class TestConvert:
-    @pytest.mark.parametrize(("stored", "dense"), [pair for pair in PAIRS if pair[0] != torch.float32], ids=str)
-    def test_all_halves(self, kernels, stored, dense):
-        values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(stored).view(-1, 8)
-        same_values(convert(kernels, values, dense), values.to(dense))
+    @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=str)
+    def test_all_halves_and_every_exponent_and_tie(self, kernels, stored, dense):
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(-1, 8)
+        check_converted(kernels, interesting_floats() if stored == torch.float32 else halves.view(stored), dense)
 
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_every_exponent_and_tie(self, kernels, dtype):
-        values = interesting_floats()
-        same_values(convert(kernels, values, dtype), values.to(dtype))
-
-    @pytest.mark.parametrize(("stored", "dense"), PAIRS, ids=str)
+    @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=str)
     def test_dims_strides_and_launches(self, kernels, stored, dense):
         generator = torch.Generator().manual_seed(0)
         for dim in (*range(1, 19), 24, 32, 100, 256, 300, 1032):
@@ -247,12 +233,8 @@ class TestConvert:
                 same_values(memory, want)  # padding and idle rows as they were
 
 
-class TestPackPlane:
-    @pytest.mark.parametrize(
-        ("dim", "offset", "stride", "lane_bytes"),
-        [(4, 0, 4, 16), (6, 0, 6, 8), (33, 0, 33, 4), (4, 1, 4, 4), (4, 0, 5, 4)],
-    )
-    def test_widest_lane_that_divides_everything(self, dim, offset, stride, lane_bytes):
+def test_widest_lane_that_divides_everything():
+    for dim, offset, stride, lane_bytes in [(4, 0, 4, 16), (6, 0, 6, 8), (33, 0, 33, 4), (4, 1, 4, 4), (4, 0, 5, 4)]:
         memory, rows = torch.zeros(1000), torch.zeros(1000)
         plane = memory[-memory.data_ptr() % 16 // 4 + offset :][: 5 * stride].view(5, stride)[:, :dim]
         rows = rows[-rows.data_ptr() % 16 // 4 :][:dim].view(1, dim)

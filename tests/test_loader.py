@@ -13,16 +13,13 @@ from speedtransfer.nn import ticket as tickets
 
 ROWS = 40
 IDS = torch.randint(ROWS, (30, 3), generator=torch.Generator().manual_seed(0))
+BATCHES = list(IDS.split(5))
 
 
 @pytest.fixture
 def emb():
     torch.manual_seed(0)
     return st.Embedding(ROWS, 4, memory="pageable", device="cpu")
-
-
-def batches(count: int = 6) -> list[torch.Tensor]:
-    return list(IDS[: 5 * count].split(5))
 
 
 class Stateful:
@@ -35,7 +32,7 @@ class Stateful:
         begin, self.at = self.at, 0
         for at in range(begin, 6):
             self.at = at + 1
-            yield batches()[at]
+            yield BATCHES[at]
         self.at = 0
 
     def state_dict(self):
@@ -47,7 +44,7 @@ class Stateful:
 
 @pytest.mark.parametrize("depth", [1, 2, 20])
 def test_batches_are_the_same_and_their_rows_are_there(emb, depth):
-    for found, expected in zip(st.prefetch(batches(), lambda ids: {emb: ids}, depth), batches(), strict=True):
+    for found, expected in zip(st.prefetch(BATCHES, lambda ids: {emb: ids}, depth), BATCHES, strict=True):
         assert torch.equal(found, expected)
         waiting = len(tickets._open[emb._handle])
         assert torch.equal(emb(found), emb.table.torch()[found])
@@ -115,7 +112,7 @@ def test_the_state_is_that_after_the_batches_taken(emb, taken):
     assert ahead.state_dict() == plain.state_dict()
     again = st.prefetch(Stateful(), lambda ids: {emb: ids})
     again.load_state_dict(ahead.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(again, batches()[taken:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again, BATCHES[taken:], strict=True))
 
 
 def test_loaders_without_state_stay_without(emb):
@@ -126,8 +123,7 @@ def test_loaders_without_state_stay_without(emb):
 
 
 def failing():
-    yield batches()[0]
-    yield batches()[1]
+    yield from BATCHES[:2]
     raise OSError("no more")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,18 +79,13 @@ def test_one_that_was_made_has_its_hyperparameters():
 
 # --- plans --------------------------------------------------------------------------------------------------------------
 
-RATES = {
-    "device_bytes_per_s": 2e12,
-    "link_up_bytes_per_s": 5e10,
-    "link_down_bytes_per_s": 5e10,
-    "host_bytes_per_s": 2e11,
-}
 ON_CPU = Machine("m", host_bytes=1e9, disk_bytes=1e9)
+FAST_GPU = Machine("gpu", "GPU", device_bytes_per_s=2e12, host_bytes_per_s=2e11, disk_bytes_per_s=5e9)
+FAST_GPU = replace(FAST_GPU, link_up_bytes_per_s=5e10, link_down_bytes_per_s=5e10)
 
 
 def gpu(device=80e9, host=500e9, disk=4e12):
-    sizes = {"device_bytes": device, "host_bytes": host, "disk_bytes": disk, "disk_bytes_per_s": 5e9}
-    return Machine("gpu", device="GPU", **sizes, **RATES)
+    return replace(FAST_GPU, device_bytes=device, host_bytes=host, disk_bytes=disk)
 
 
 def test_measured_here(monkeypatch):

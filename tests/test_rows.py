@@ -39,10 +39,6 @@ def train(emb: st.Embedding, opt: torch.optim.Optimizer, batches: list[torch.Ten
         take_step(opt, emb(ids).pow(2).sum())
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_read_is_what_the_step_before_has_left(kind: str) -> None:
     emb, _, rows = trained("exact", kind)
@@ -52,7 +48,7 @@ def test_a_read_is_what_the_step_before_has_left(kind: str) -> None:
     now = rows.table.read(IDS, [LAST_STEP])[LAST_STEP]
     assert now.flatten().tolist() == [6] * len(IDS)
     if kind == "plain":  # others are rounded once more
-        assert_same(rows.read(IDS), read)
+        torch.testing.assert_close(rows.read(IDS), read, rtol=0, atol=0)
         assert torch.equal(emb(IDS).detach(), read["weight"])
 
 

@@ -24,17 +24,6 @@ from speedtransfer.tables import unique_rows
 class TestPageable(TableContract):
     memory = "pageable"
 
-    def test_a_new_plane_is_no_change_and_its_changes_count_when_it_is_gone(self):
-        table = self.make(7, 4)
-        before = table.version
-        plane = table.add_plane("exp_avg", fill=2)
-        assert table.version == before
-        plane.add_(1)
-        after = table.version
-        assert after > before
-        table.drop_plane("exp_avg")
-        assert table.version == after
-
 
 @pytest.mark.sweep
 class TestPageableRecords(TableContract):
@@ -213,33 +202,26 @@ def test_refused_calls(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["folder.npy"]
 
 
-class TestLargeTables:
+@pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
+def test_high_rows(memory, tmp_path):
     """Over 2**31 elements, the normal case; only pages that are written take room."""
-
-    NUM_ROWS, DIM = 70_000_000, 32
-
-    @pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
-    def test_high_rows(self, memory, tmp_path):
-        dtype = torch.int8
-        path = tmp_path / "table.npy" if memory == "mmap" else None
-        table = st.Table(self.NUM_ROWS, self.DIM, dtype, memory, path, "cpu")
-        assert table.num_rows * table.dim > 2**31
-        assert path is None or path.stat().st_blocks * 512 < 1_000_000
-        table.add_plane("last_step", 1, torch.int32)
-        # Rows just below and above the offsets where 32-bit arithmetic wraps, signed and unsigned, and where it lands.
-        edge = 2**31 // self.DIM
-        index = torch.tensor([self.NUM_ROWS - 1, edge - 1, edge, edge + 1, 0, 1, self.NUM_ROWS // 2])
-        rows = numbers((len(index), self.DIM), dtype)
-        steps = torch.arange(len(index), dtype=torch.int32)[:, None]
-        table.scatter(index, {"weight": rows, "last_step": steps})
-        assert_same_bits(table.gather(index), rows)
-        assert table.gather(index, "last_step").flatten().tolist() == list(range(len(index)))
-        assert not table.gather([2, edge - 2, edge + 2, self.NUM_ROWS - 2]).any()
-        assert_same_bits(table.torch()[edge], rows[2])
-        with pytest.raises(
-            RowIndexError, match=rf"index\[1\] is {self.NUM_ROWS} but the table has {self.NUM_ROWS} rows"
-        ):
-            table.gather([0, self.NUM_ROWS])
+    num_rows, dim, dtype = 70_000_000, 32, torch.int8
+    path = tmp_path / "table.npy" if memory == "mmap" else None
+    table = st.Table(num_rows, dim, dtype, memory, path, "cpu")
+    assert num_rows * dim > 2**31
+    assert path is None or path.stat().st_blocks * 512 < 1_000_000
+    table.add_plane("last_step", 1, torch.int32)
+    # Rows just below and above the offsets where 32-bit arithmetic wraps, signed and unsigned, and where it lands.
+    edge = 2**31 // dim
+    index = torch.tensor([num_rows - 1, edge - 1, edge, edge + 1, 0, 1, num_rows // 2])
+    rows, steps = numbers((len(index), dim), dtype), torch.arange(len(index), dtype=torch.int32)[:, None]
+    table.scatter(index, {"weight": rows, "last_step": steps})
+    assert_same_bits(table.gather(index), rows)
+    assert_same_bits(table.gather(index, "last_step"), steps)
+    assert not table.gather([2, edge - 2, edge + 2, num_rows - 2]).any()
+    assert_same_bits(table.torch()[edge], rows[2])
+    with pytest.raises(RowIndexError, match=rf"index\[1\] is {num_rows} but the table has {num_rows} rows"):
+        table.gather([0, num_rows])
 
 
 def test_autograd_knows_of_writes_by_compiled_copies():
@@ -253,23 +235,22 @@ def test_autograd_knows_of_writes_by_compiled_copies():
     assert out.eq(1).all()
 
 
-class TestUniqueRows:
-    @pytest.mark.parametrize("high", [1, 2, 50, 2**11, 2**31, 2**50, 2**62])
-    @pytest.mark.parametrize("count", [0, 1, 2, 1000, 2000])  # the last one is sorted by us, all of them if grouped
-    @pytest.mark.parametrize("low", [0, -5])
-    @pytest.mark.parametrize("grouped", [False, True])
-    def test_against_torch(self, high, count, low, grouped):
-        flat = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(0))
-        unique = unique_rows(flat, grouped=grouped)
-        ids, inverse = torch.unique(flat, return_inverse=True)
-        assert (unique.order is not None) == (grouped or count > 1024) or low < 0 or high > 2**50 or not count
-        assert torch.equal(unique.ids, ids)
-        assert torch.equal(unique.inverse, inverse)
-        if unique.order is not None:
-            assert torch.equal(unique.order, flat.argsort(stable=True))
-            assert unique.starts[-1] == count
-            assert torch.equal(flat[unique.order][unique.starts[:-1]], ids)
-        # One that is there, and the one before it, which may not be.
-        for wanted in (int(flat.max()), int(flat.max()) - 1) if count else (5,):
-            place = (ids == wanted).nonzero().flatten().tolist() or [-1]
-            assert unique_rows(flat, look_for=wanted).found == place[0]
+@pytest.mark.parametrize("high", [1, 2, 50, 2**11, 2**31, 2**50, 2**62])
+@pytest.mark.parametrize("count", [0, 1, 2, 1000, 2000])  # the last one is sorted by us, all of them if grouped
+@pytest.mark.parametrize("low", [0, -5])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_unique_rows_against_torch(high, count, low, grouped):
+    flat = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(0))
+    unique = unique_rows(flat, grouped=grouped)
+    ids, inverse = torch.unique(flat, return_inverse=True)
+    assert (unique.order is not None) == (grouped or count > 1024) or low < 0 or high > 2**50 or not count
+    assert torch.equal(unique.ids, ids)
+    assert torch.equal(unique.inverse, inverse)
+    if unique.order is not None:
+        assert torch.equal(unique.order, flat.argsort(stable=True))
+        assert unique.starts[-1] == count
+        assert torch.equal(flat[unique.order][unique.starts[:-1]], ids)
+    # One that is there, and the one before it, which may not be.
+    for wanted in (int(flat.max()), int(flat.max()) - 1) if count else (5,):
+        place = (ids == wanted).nonzero().flatten().tolist() or [-1]
+        assert unique_rows(flat, look_for=wanted).found == place[0]

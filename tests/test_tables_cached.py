@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import torch
 from cases import assert_same_bits, refused, take_step
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
+from machines import short_and_long
 from refusals import check_refused, refusals
 from table_cases import GatherCases, PlaneCases, ScatterCases
 from ticket_machine import CONFIGS, ROW, WRITES, TicketMachine, run_held, written
@@ -26,6 +29,7 @@ from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables.memories import PageableMemory
 
 ROWS, DIM = 40, 6
+SEVERAL = {"exp_avg": (None, None, 0.5), "step": (1, torch.int32, -1), "half": (7, torch.float16, 2)}
 
 
 class Synced(st.Table):
@@ -130,14 +134,9 @@ class CachedMachine(TicketMachine):
             assert_same_bits(torch.as_tensor(second[name]), torch.as_tensor(value))
 
 
-def test_any_sequence_of_calls_gives_the_same_bits(monkeypatch):
-    run_held(CachedMachine, monkeypatch, max_examples=10)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_any_long_sequence_of_calls(monkeypatch):
-    run_held(CachedMachine, monkeypatch, max_examples=400, derandomize=False)
+@short_and_long({"max_examples": 10}, {"max_examples": 400})
+def test_any_sequence_of_calls_gives_the_same_bits(options):
+    run_held(CachedMachine, options)
 
 
 # --- what others see ----------------------------------------------------------------------------------------------------
@@ -252,27 +251,39 @@ assert not table.stored("weight").any()
 # --- how it is asked for ------------------------------------------------------------------------------------------------
 
 
-def test_who_has_a_cache(tmp_path):
+@pytest.mark.parametrize(("name", "value"), [("cache_rows", 7), ("layout", "rows")])
+def test_copies_have_the_cache_and_the_layout(tmp_path, name, value):
+    option = {name: value, "memory": "pageable"}
+    table = st.Table(ROWS, DIM, device="cpu", **option)
+    table.add_planes(SEVERAL)
+    duplicate = copy.deepcopy(table)
+    for plane in table.planes:
+        assert duplicate.stored(plane).stride() == table.stored(plane).stride()
+    table.save(tmp_path / "t.npy")
+    read = [st.Table.load(tmp_path / "t.npy", **option | {"memory": memory}) for memory in ("pageable", "mmap")]
+    emb = make({name: value}, storage_dtype=torch.int8)
+    emb.weight.data = torch.ones(9, DIM)  # another table
+    model = nn.Sequential(nn.Embedding(9, 2), nn.EmbeddingBag(9, 2))
+    st.replace_embeddings(model, min_rows=0, **option)
+    meta = st.Embedding(9, 2, device="meta", **option).to_empty(device="cpu")
+    read.append(st.Table.from_array(torch.ones(9, 2), device="cpu", **option))
+    tables = [table, duplicate, table.astype(torch.float64), *read, *(module.table for module in (emb, *model, meta))]
+    assert [getattr(each, name) for each in tables] == [value] * len(tables)
+
+
+def test_who_has_a_cache():
     table = st.Table(ROWS, DIM, memory="pageable", device="cpu", cache_rows=7)
     assert "memory='pageable', cache_rows=7, device='cpu'" in repr(table)
     assert st.Table(3, 2, device="cpu").cache_rows is None
     table.engine = "reference"
     assert (table.engine, table.cache_rows) == ("reference", 7)
-    table.save(tmp_path / "t.npy")
-    for memory in ("pageable", "mmap"):
-        assert st.Table.load(tmp_path / "t.npy", memory, "cpu", cache_rows=4).cache_rows == 4
     assert st.Table.from_array(torch.ones(3, 2), "pageable", device="cpu", cache_rows=9).cache_rows == 3
     table.shrink_cache(2)
     assert table.cache_rows == copy.deepcopy(table).cache_rows == table.astype(torch.float64).cache_rows == 2
     st.Table(3, 2, device="cpu").shrink_cache()
     assert 0 < st.Table(3, 2, device="cpu", cache_rows="auto").cache_rows <= 3
-    emb = make({"cache_rows": 7}, storage_dtype=torch.int8)
-    emb.weight.data = torch.ones(5, DIM)  # another table
-    assert emb.table.cache_rows == 5
-    model = nn.Sequential(nn.Embedding(9, 2))
-    st.replace_embeddings(model, min_rows=0, cache_rows=3, memory="pageable")
-    meta = st.Embedding(9, 2, device="meta", cache_rows=3, memory="pageable").to_empty(device="cpu")
-    assert model[0].table.cache_rows == meta.table.cache_rows == 3
+    with refused(InvalidValueError, "layout is 'row', not one of its values; did you mean 'rows'"):
+        table.layout = "row"
 
 
 def test_the_rows_with_the_largest_counts():
@@ -290,25 +301,21 @@ def test_the_rows_with_the_largest_counts():
 
 
 WRONG = r"""
-cache_rows=-1 -> InvalidValueError: cache_rows is -1 but must be at least 0
-cache_rows="all" -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number of rows
-cache_rows=5, layout="row" -> InvalidValueError: layout is 'row', not one of its values; did you mean 'rows'
-cache_rows=5, cache_counts=torch.ones(3) -> InvalidValueError: cache_counts has shape \(3,\) but the table has 9 rows
-cache_rows=5, cache_counts=torch.ones(9) > 0 -> InvalidTypeError: cache_counts is of dtype torch.bool
+make(cache_rows=-1) -> InvalidValueError: cache_rows is -1 but must be at least 0
+make(cache_rows="all") -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number of rows
+make(cache_rows=5, layout="row") -> InvalidValueError: layout is 'row', not one of its values; did you mean 'rows'
+make(cache_rows=5, cache_counts=torch.ones(3)) -> InvalidValueError: cache_counts has shape \(3,\) but the table has 9 rows
+make(cache_rows=5, cache_counts=torch.ones(9) > 0) -> InvalidTypeError: cache_counts is of dtype torch.bool
 """
 
 
 def test_what_is_refused(tmp_path):
-    path = tmp_path / "t.npy"
-    for number, refusal in enumerate(refusals(WRONG)):
-        ways = (
-            'st.Table(9, 2, memory="mmap", path=path, device="cpu", {})',
-            'st.Table.from_array(torch.ones(9, 2), "mmap", path, "cpu", {})',
-            'st.Embedding(9, 2, memory="mmap", path=path, device="cpu", {})',
-        )
-        call = refusal._replace(call=ways[number % 3].format(refusal.call))
-        assert "; " in check_refused(call, st=st, torch=torch, path=path)
-        assert not path.exists()
+    options = {"memory": "mmap", "path": tmp_path / "t.npy", "device": "cpu"}
+    array = functools.partial(st.Table.from_array, torch.ones(9, 2), **options)
+    ways = [functools.partial(kind, 9, 2, **options) for kind in (st.Table, st.Embedding)]
+    for refusal, make in itertools.product(refusals(WRONG), (array, *ways)):
+        assert "; " in check_refused(refusal, make=make, torch=torch)
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_that_goes_warns_of_a_lost_write():
@@ -324,48 +331,21 @@ def test_a_table_that_goes_warns_of_a_lost_write():
 
 # --- layout="rows": planes that are added together lie in one record a row --------------------------------------------
 
-F32 = torch.float32
-
-
-def made(layout="rows", **options):
-    return st.Table(50, 4, device="cpu", layout=layout, **options)
-
-
-SEVERAL = {"exp_avg": (None, None, 0.5), "step": (1, torch.int32, -1), "half": (7, torch.float16, 2)}
-
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
 def test_planes_added_together_share_one_allocation(tmp_path, memory):
-    table = made(memory=memory, path=tmp_path / "t.npy" if memory == "mmap" else None)
+    path = tmp_path / "t.npy" if memory == "mmap" else None
+    table = st.Table(50, 4, device="cpu", layout="rows", memory=memory, path=path)
     planes = table.add_planes(SEVERAL)
     assert table.planes == ("weight", *SEVERAL)
     assert len({plane.untyped_storage().data_ptr() for plane in planes.values()}) == 1
     for name, (width, dtype, fill) in SEVERAL.items():
         assert planes[name] is table.stored(name)
-        assert_same_bits(planes[name], torch.full((50, width or 4), fill, dtype=dtype or F32))
+        assert_same_bits(planes[name], torch.full((50, width or 4), fill, dtype=dtype or torch.float32))
     assert table.torch().is_contiguous()
     assert table.add_plane("alone").is_contiguous()
     table.drop_plane("half")
     assert planes["exp_avg"].eq(0.5).all()
-
-
-def test_copies_have_the_layout(tmp_path):
-    table = made()
-    table.add_planes(SEVERAL)
-    duplicate = copy.deepcopy(table)
-    for name in table.planes:
-        assert duplicate.plane(name).stride() == table.plane(name).stride()
-    assert table.astype(torch.float64).layout == "rows"
-    table.save(tmp_path / "t.safetensors")
-    for memory in ("mmap", "pageable"):
-        assert st.Table.load(tmp_path / "t.safetensors", memory, "cpu", layout="rows").layout == "rows"
-    emb = st.Embedding(10, 4, device="cpu", layout="rows")
-    emb.weight.data = torch.ones(20, 4)
-    model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
-    st.replace_embeddings(model, min_rows=0, layout="rows")
-    assert [module.table.layout for module in (emb, *model)] == ["rows"] * 3
-    with refused(InvalidValueError, "layout is 'row', not one of its values; did you mean 'rows'"):
-        table.layout = "row"
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])

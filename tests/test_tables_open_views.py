@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import Twins, exact
 from optimizer_cases import case_named
 from torch import Tensor, nn
@@ -17,24 +18,24 @@ from torch import Tensor, nn
 import speedtransfer as st
 from speedtransfer.optim import stepping
 
-KEPT: dict[str, Callable[[Any], Any]] = {
-    "data": lambda emb: emb.weight.data,
-    "state dict": lambda emb: emb.state_dict()["weight"],
-    "rows": lambda emb: emb.weight.data[3:9],
-    "a row": lambda emb: emb.weight.detach()[3],
-    "transposed": lambda emb: emb.weight.detach().t(),
-    "of its own": lambda emb: emb.weight.data.view(-1).detach().data,
-    "numpy": lambda emb: emb.weight.detach().numpy(),
-    "no gradients": torch.no_grad()(lambda emb: emb.weight[7:9]),
+KEPT: dict[str, Callable[[Any, Any], Any]] = {
+    "data": lambda emb, opt: emb.weight.data,
+    "state dict": lambda emb, opt: emb.state_dict()["weight"],
+    "rows": lambda emb, opt: emb.weight.data[3:9],
+    "a row": lambda emb, opt: emb.weight.detach()[3],
+    "transposed": lambda emb, opt: emb.weight.detach().t(),
+    "of its own": lambda emb, opt: emb.weight.data.view(-1).detach().data,
+    "numpy": lambda emb, opt: emb.weight.detach().numpy(),
+    "no gradients": torch.no_grad()(lambda emb, opt: emb.weight[7:9]),
+    "state": lambda emb, opt: opt.state[emb.weight]["exp_avg"][3:9],
 }
 USES: dict[str, Callable[[Any, Any], Any]] = {
     "read": lambda kept, emb: torch.as_tensor(kept).norm(),
     "write": lambda kept, emb: torch.as_tensor(kept).mul_(0.5).sum(),
     "write a part": lambda kept, emb: torch.as_tensor(kept)[0].fill_(2.0).sum(),
     "assign": lambda kept, emb: (
-        setattr(emb.weight, "data", torch.ones_like(emb.weight)),
-        torch.as_tensor(kept).norm(),
-    )[1],
+        setattr(emb.weight, "data", torch.ones_like(emb.weight)) or torch.as_tensor(kept).norm()
+    ),
 }
 PLACES: dict[str, dict[str, Any]] = {"host": {}, "cache": {"cache_rows": 8}, "rows": {"layout": "rows"}}
 
@@ -49,10 +50,10 @@ def trained(name: str = "adamw", **options: Any) -> Twins:
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("place", PLACES)
 def test_as_in_torch(place: str, kept: str, use: str) -> None:
-    if place == "cache" and (kept == "numpy" or (kept == "state dict" and use == "assign")):
+    if place == "cache" and (kept in ("numpy", "state") or (kept == "state dict" and use == "assign")):
         pytest.skip("a copy, and memory that others have: docs/limits.md")
     twins = trained(**PLACES[place])
-    views = [KEPT[kept](module) for module in twins.modules]
+    views = [KEPT[kept](*side) for side in zip(twins.modules, twins.optimizers, strict=True)]
     twins.train(twins.batches(6, seed=1))
     use_it = torch.no_grad()(USES[use])
     used = use_it(views[0], twins.ours)
@@ -72,28 +73,14 @@ def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
         for module, values in zip(twins.modules, given, strict=True):
             module.weight.data = values
     else:
-        twins.use(
-            st.Embedding.from_pretrained(given[0], freeze=False), nn.Embedding.from_pretrained(given[1], freeze=False)
-        )
+        kinds = (st.Embedding, nn.Embedding)
+        twins.use(*(kind.from_pretrained(each, freeze=False) for kind, each in zip(kinds, given, strict=True)))
     twins.train(twins.batches(6, seed=1))
     assert torch.allclose(*given, rtol=1e-9)
     for values in given:
         values.mul_(0.5)
     twins.train(twins.batches(6, seed=2))
     assert torch.allclose(*given, rtol=1e-9)
-    twins.assert_same(1e-9)
-
-
-def test_rows_of_the_state() -> None:
-    twins = trained()
-    views = [
-        optimizer.state[m.weight]["exp_avg"][3:9] for m, optimizer in zip(twins.modules, twins.optimizers, strict=True)
-    ]
-    twins.train(twins.batches(6, seed=1))
-    assert torch.allclose(*views, rtol=1e-9)
-    for view in views:
-        view.zero_()
-    twins.train(twins.batches(6, seed=2))
     twins.assert_same(1e-9)
 
 
@@ -114,15 +101,11 @@ def test_copies_of_rows_in_fewer_bits() -> None:
     emb = st.Embedding(9, 4, storage_dtype=torch.bfloat16)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
     views = [emb.weight.data[2:5], torch.no_grad()(lambda: emb.weight[3])(), emb.weight.data[1]]
-    for _ in range(3):
-        opt.zero_grad()
-        emb(torch.tensor([3, 8])).square().sum().backward()
-        opt.step()
-    assert torch.equal(views[0][1], emb.weight.detach()[3])
-    assert torch.equal(views[1], emb.weight.detach()[3])
+    take_step(opt, emb(torch.tensor([3, 8])).square().sum())
+    assert views[0][1].tolist() == views[1].tolist() == emb.weight.detach()[3].tolist()
     views[0].fill_(0.5)
-    assert views[1].tolist() == emb.weight.detach()[3].tolist() == [0.5] * 4
     views[2].fill_(2.0)
+    assert views[1].tolist() == [0.5] * 4
     assert emb.weight.detach()[1:4].mean(1).tolist() == [2.0, 0.5, 0.5]
     before = views[0].clone()
     emb.weight.data = torch.zeros(12, 4)
@@ -175,12 +158,10 @@ def test_nothing_of_ours_is_one(tmp_path: Path) -> None:
 
 def test_a_large_table_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepping, "_LARGE", 1000)
-    emb = st.Embedding(60, 8)
-    opt = torch.optim.AdamW(emb.parameters())
-    kept: Tensor = emb.weight.data
-    emb(torch.arange(5)).sum().backward()
+    twins = trained()
+    kept: Tensor = twins.ours.weight.data
     with pytest.warns(UserWarning, match=r"a tensor over all rows of weight is kept .* keep a copy \(.clone\(\)\)"):
-        opt.step()
+        twins.train(twins.batches(1))
     assert len(kept) == 60
 
 

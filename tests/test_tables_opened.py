@@ -45,9 +45,8 @@ class ReadOnly(GatherCases, ConvertCases):
     def filled(self, values, **kwargs):
         folder = self.new_path("")
         folder.mkdir()
-        return st.Table.open(
-            write_parts(folder, values, self.parts, pads=self.pads), device=self.device, **self.options
-        )
+        parts = write_parts(folder, values, self.parts, pads=self.pads)
+        return st.Table.open(parts, device=self.device, **self.options)
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
         return self.filled(torch.zeros(num_rows, dim, dtype=dtype))
@@ -63,14 +62,12 @@ class ReadOnly(GatherCases, ConvertCases):
     test_index_out_of_range = test_what_is_no_index_names_the_remedy = None
     test_out_inside_the_table = None
 
-    def test_awkward_shapes(self):
+    def test_awkward_shapes_and_rows_out_of_range(self):
         for shape in ((0, 3), (5, 0), (0, 0), (1, 1)):
             table = self.filled(torch.ones(shape))
             assert (len(table), table.dim, table.nbytes) == (*shape, 4 * shape[0] * shape[1])
             assert table.gather(range(len(table))).shape == table.torch().shape == shape
         assert table.gather(torch.zeros(0, 3, dtype=torch.int32)).shape == (0, 3, 1)
-
-    def test_rows_out_of_range(self):
         for index, first in (([3, 10], 10), ([-1], -1), ([0, 99, -5], 99)):
             with refused(IndexError, rf"is {first} "):
                 self.numbered().gather(index)
@@ -150,10 +147,9 @@ def test_shards_in_the_order_of_their_numbers(published):
 
 
 def test_npy_files_are_parts_too(tmp_path):
-    values = numbers((9, 4), torch.float32)
-    paths = [tmp_path / "a.npy", tmp_path / "b.npy"]
-    np.save(paths[0], values[:2].numpy())
-    np.save(paths[1], values[2:].numpy())
+    values, paths = numbers((9, 4), torch.float32), [tmp_path / "a.npy", tmp_path / "b.npy"]
+    for path, part in zip(paths, values.split([2, 7]), strict=True):
+        np.save(path, part.numpy())
     table = st.Table.open(paths, device="cpu")
     assert_same_bits(table.torch(), values)
     assert st.Table.open(paths[0], device="cpu").num_rows == 2
@@ -179,31 +175,19 @@ open(one, shard, scale_key="model.norm.0") -> InvalidTypeError: scales are for r
 """
 
 
-@pytest.fixture
-def names(published):
-    """What the calls of WRONG use: files beside those that are published, and some of these."""
-    folder = published[0]
-    two, none = torch.zeros(2, 3), folder / "two"
-    none.mkdir()
+def test_wrong_arguments(published):
+    folder, two = published[0], torch.zeros(2, 3)
+    (folder / "two").mkdir()
     for name in ("a", "b"):
-        save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
+        save_file({"x.0": two, "x.2": two.clone()}, folder / "two" / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
     others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
-    return {
-        "folder": folder,
-        "files": sorted(folder.glob("model*.safetensors")),
-        "one": folder / "model-00000-of-00005.safetensors",
-        "index": folder / "model.safetensors.index.json",
-        "others": folder / "w.safetensors",
-        "shard": "model.shard_0.weight",
-    }
-
-
-def test_wrong_arguments(names):
+    files = sorted(folder.glob("model*.safetensors"))
+    names = {"folder": folder, "files": files, "others": folder / "w.safetensors", "one": files[0]}
     for refusal in refusals(WRONG):
-        assert "; " in check_refused(refusal, open=st.Table.open, torch=torch, **names)
+        assert "; " in check_refused(refusal, open=st.Table.open, shard="model.shard_0.weight", torch=torch, **names)
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
@@ -236,62 +220,58 @@ def state_of(folder):
     }
 
 
-WRITES = {
-    "scatter": lambda table: table.scatter([1], torch.zeros(1, 16)),
-    "write": lambda table: table.write(torch.tensor([1]), {"weight": torch.zeros(1, 16)}),
-    "fill_": lambda table: table.fill_(1),
-    "normal_": lambda table: table.normal_(),
-    "init_": lambda table: table.init_(lambda chunk: chunk.zero_()),
-    "add_plane": lambda table: table.add_plane("m"),
-    "take": lambda table: table.take("weight", torch.zeros(300, 16)),
-}
-WEIGHT_WRITES = {
-    "fill_": lambda weight: weight.fill_(0),
-    "data": lambda weight: weight.data.zero_(),
-    "detach": lambda weight: weight.detach().zero_(),
-    "view": lambda weight: weight[3].zero_(),
-    "view of data": lambda weight: weight.data[3:5].mul_(2),
-    "setitem": lambda weight: weight.__setitem__(4, 1.0),
-    "init by name": lambda weight: torch.nn.init.constant_(tensor=weight, val=1.0),
-    "foreach": lambda weight: torch._foreach_mul_([torch.ones(300, 16), weight.data], 2.0),
-    "out": lambda weight: torch.add(torch.ones(300, 16), 1, out=weight.data),
-    "set data": lambda weight: setattr(weight, "data", torch.zeros(300, 16)),
-    "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
-}
-
-
-MODULE_WRITES = {
-    "train": lambda table, emb: st.Embedding.from_pretrained(table, freeze=False),
-    "max_norm": lambda table, emb: st.Embedding.from_pretrained(table, max_norm=1.0),
-    "requires_grad_": lambda table, emb: torch.nn.Sequential(emb).requires_grad_(),
-    "reset": lambda table, emb: emb.reset_parameters(),
-    "assign": lambda table, emb: setattr(emb, "weight", torch.nn.Parameter(torch.zeros(300, 16))),
-    "half": lambda table, emb: emb.half(),
-    "load": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}),
-}
+# `rows`: as many zeros as the table has.
+WRITES = """
+table.scatter([1], rows[:1])
+table.write(torch.tensor([1]), {"weight": rows[:1]})
+table.fill_(1)
+table.normal_()
+table.init_(lambda chunk: chunk.zero_())
+table.add_plane("m")
+table.take("weight", rows)
+"""
+WEIGHT_WRITES = """
+weight.fill_(0)
+weight.data.zero_()
+weight.detach().zero_()
+weight[3].zero_()
+weight.data[3:5].mul_(2)
+weight[4] = 1.0
+torch.nn.init.constant_(tensor=weight, val=1.0)
+torch._foreach_mul_([rows, weight.data], 2.0)
+torch.add(rows, 1, out=weight.data)
+weight.data = rows
+weight.requires_grad = True
+"""
+MODULE_WRITES = """
+emb.from_pretrained(table, freeze=False)
+emb.from_pretrained(table, max_norm=1.0)
+torch.nn.Sequential(emb).requires_grad_()
+emb.reset_parameters()
+emb.weight = torch.nn.Parameter(rows)
+emb.half()
+emb.load_state_dict({"weight": rows})
+"""
+OTHERS = StorageError, InvalidValueError, RuntimeError
 
 
 def test_writes_raise(opened):
     table, values, folder = opened
-    before = state_of(folder)
-    for name, write in WRITES.items():
-        with refused(StorageError, r"read in place from .* and cannot be changed; .*copy"):
-            write(table)
-        assert_same_bits(table.torch(), values)
-        assert table.planes == ("weight",), name
+    before, emb = state_of(folder), st.Embedding.from_pretrained(table)
+    names = {"table": table, "emb": emb, "weight": emb.weight, "torch": torch, "rows": torch.zeros(300, 16)}
+    for writes, errors, words in (
+        (WRITES, StorageError, r"read in place from .* and cannot be changed; .*copy"),
+        (WEIGHT_WRITES, StorageError, "cannot be changed; "),
+        (MODULE_WRITES, OTHERS, "; .*(copy|copies)"),
+    ):
+        for write in writes.strip().splitlines():
+            with torch.set_grad_enabled(writes is MODULE_WRITES), pytest.raises(errors, match=words):
+                exec(write, names)
+            assert_same_bits(emb(torch.arange(300)), values)
+            assert (table.planes, emb.weight.requires_grad) == (("weight",), False), write
     for path in folder.iterdir():
         with pytest.raises(StorageError, match="is the table's own file, which is read in place; choose another"):
             table.save(path)
-    emb = st.Embedding.from_pretrained(table)
-    for name, write in WEIGHT_WRITES.items():
-        with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
-            write(emb.weight)
-        assert_same_bits(table.torch(), values)
-        assert not emb.weight.requires_grad, name
-    for write in MODULE_WRITES.values():
-        with pytest.raises((StorageError, InvalidValueError, RuntimeError), match=r"; .*(copy|copies)"):
-            write(table, emb)
-        assert_same_bits(emb(torch.arange(300)), values)
     assert state_of(folder) == before
 
 
@@ -315,10 +295,8 @@ def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
 @also_float8
 def test_module_of_an_opened_table(opened):
     table, values, _ = opened
-    emb, dense = (
-        st.Embedding.from_pretrained(table, padding_idx=3),
-        torch.nn.Embedding.from_pretrained(values, padding_idx=3),
-    )
+    emb = st.Embedding.from_pretrained(table, padding_idx=3)
+    dense = torch.nn.Embedding.from_pretrained(values, padding_idx=3)
     ids = torch.randint(300, (5, 70), generator=torch.Generator().manual_seed(3))
     assert_same_bits(emb(ids), dense(ids))
     with torch.inference_mode():
@@ -338,11 +316,8 @@ def test_module_of_an_opened_table(opened):
         emb(torch.tensor([3, 300]))
     assert_same_bits(st.to_dense(emb).weight.detach(), values)
     for mode in ("sum", "mean", "max"):
-        ours, theirs = (
-            kind.from_pretrained(rows, mode=mode)
-            for kind, rows in ((st.EmbeddingBag, table), (torch.nn.EmbeddingBag, values))
-        )
-        assert_same_bits(ours(ids), theirs(ids))
+        bag = st.EmbeddingBag.from_pretrained(table, mode=mode)
+        assert_same_bits(bag(ids), torch.nn.EmbeddingBag.from_pretrained(values, mode=mode)(ids))
 
 
 @also_float8

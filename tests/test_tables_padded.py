@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import cpu_kernels
+from cpu_kernels import cpu_kernels, launch_by_cpu
 
 from speedtransfer.tables import NOTHING, padded
 from speedtransfer.tables.padded import padded_anew, padded_unique, sum_rows, trimmed
@@ -16,20 +16,10 @@ def way(request, monkeypatch):
     """Let `padded` use torch, or the kernels: on the CPU, in launches of odd sizes."""
     if request.param == "torch":
         return
-    kernels = cpu_kernels()
-    launches = iter(range(10**9))
-
-    def launch(num_items, source, name, device, packed):
-        if not num_items:
-            return
-        number = next(launches)
-        blocks, threads = [(1, 1), (2, 32), (3, 7), (5, 64)][number % 4]
-        kernels.launch(name, blocks, threads, packed, backwards=bool(number % 3))
-
-    monkeypatch.setattr(padded, "launch_over", launch)
+    made = launch_by_cpu(monkeypatch, padded)
     monkeypatch.setattr(padded, "kernel_on", lambda source, name, device: name)
     monkeypatch.setattr(padded, "current_stream", lambda device: None)
-    monkeypatch.setattr(padded, "launch_kernel", lambda name, *how: kernels.launch(name, *how[:3], next(launches) % 2))
+    monkeypatch.setattr(padded, "launch_kernel", lambda name, *how: cpu_kernels().launch(name, *how[:3], len(made) % 2))
     if request.param == "kernels, many":
         monkeypatch.setattr(padded, "_FEW", 0)
     monkeypatch.setattr(padded, "_find", padded._find_by_kernels)

@@ -12,13 +12,14 @@ import torch
 from cases import HOST_MEMORIES, assert_same_bits, numbers
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
-from machines import run_machine
+from machines import run_machine, short_and_long
 
 from speedtransfer import Table
 from speedtransfer.tables import chunks as fill
 
 NAMES = ["exp_avg", "exp_avg_sq", "last_step"]
 PLANE_DTYPES = [torch.float32, torch.float16, torch.int32, torch.int64, torch.uint8]
+PLANE = st.tuples(st.integers(0, 4), st.sampled_from(PLANE_DTYPES), st.integers(0, 100))
 FORMS = {
     "tensor": torch.from_numpy,
     "int32": lambda index: torch.from_numpy(index).int(),
@@ -77,9 +78,8 @@ class TableMachine(RuleBasedStateMachine):
     def save_and_load(self, table, suffix, memory):
         path = self.path(suffix)
         table.save(path)
-        loaded = Table.load(
-            path, self.memory if memory else "pageable", "cpu", writable=memory and self.memory == "mmap"
-        )
+        where = self.memory if memory else "pageable"
+        loaded = Table.load(path, where, "cpu", writable=where == "mmap")
         return self.known(loaded, {"weight": self.planes(table)["weight"].copy()})
 
     @precondition(lambda self: len(self.models) < 4)
@@ -99,31 +99,18 @@ class TableMachine(RuleBasedStateMachine):
 
     # --- planes -------------------------------------------------------------------------------------------------------
 
-    @rule(
-        table=tables,
-        name=st.sampled_from(NAMES),
-        width=st.integers(1, 4),
-        dtype=st.sampled_from(PLANE_DTYPES),
-        value=st.integers(0, 100),
-    )
-    def add_plane(self, table, name, width, dtype, value):
+    @rule(table=tables, specs=st.dictionaries(st.sampled_from(NAMES), PLANE, min_size=1), together=st.booleans())
+    def add_planes(self, table, specs, together):
         planes = self.planes(table)
-        if name in planes:
+        new = {name: spec for name, spec in specs.items() if name not in planes}
+        if len(new) < len(specs):
             with pytest.raises(ValueError, match="exists"):
-                table.add_plane(name, width, dtype, value)
-            return
-        table.add_plane(name, width, dtype, value)
-        planes[name] = torch.full((table.num_rows, width), value, dtype=dtype).numpy()
-
-    @rule(table=tables, widths=st.lists(st.integers(0, 4), min_size=3, max_size=3), data=st.data())
-    def add_planes(self, table, widths, data):
-        planes = self.planes(table)
-        dtypes = {name: data.draw(st.sampled_from(PLANE_DTYPES)) for name in NAMES}
-        new = {n: (w, dtypes[n], w) for n, w in zip(NAMES, widths, strict=True) if n not in planes}
-        if len(new) < len(NAMES):
-            with pytest.raises(ValueError, match="exists"):
-                table.add_planes({**new, **dict.fromkeys(planes, (1, None, 0))})
-        table.add_planes(new)
+                table.add_planes(specs)
+        if together:
+            table.add_planes(new)
+        else:
+            for name, spec in new.items():
+                table.add_plane(name, *spec)
         for name, (width, dtype, value) in new.items():
             planes[name] = torch.full((table.num_rows, width), value, dtype=dtype).numpy()
 
@@ -158,10 +145,8 @@ class TableMachine(RuleBasedStateMachine):
         limit = min(table.num_rows, 40)
         drawn = data.draw(st.lists(st.integers(0, max(table.num_rows - 1, 0)), max_size=limit, unique=True))
         index = np.array(drawn, dtype=np.int64)
-        rows = {
-            name: numbers((len(index), planes[name].shape[1]), table.plane(name).dtype, seed + i)
-            for i, name in enumerate(names)
-        }
+        widths = {name: (len(index), planes[name].shape[1]) for name in names}
+        rows = {name: numbers(shape, table.plane(name).dtype, seed) for name, shape in widths.items()}
         before = table.version
         table.scatter(FORMS[form](index), rows)
         assert table.version > before
@@ -182,22 +167,11 @@ class TableMachine(RuleBasedStateMachine):
                 assert_same_bits(table.plane(name), torch.from_numpy(array))
 
 
-def machine_in(memory, suffix, layout):
-    name = f"TableIn{memory.title()}{(suffix or '').lstrip('.').title()}{layout.title()}"
-    return type(name, (TableMachine,), {"memory": memory, "suffix": suffix, "layout": layout})
-
-
 KINDS = [*((*memory, "planes") for memory in HOST_MEMORIES), ("pageable", None, "rows"), ("mmap", ".npy", "rows")]
 
 
+@short_and_long({"max_examples": 8, "stateful_step_count": 30}, {"max_examples": 150, "stateful_step_count": 60})
 @pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
-def test_any_sequence_of_calls(memory, suffix, layout):
-    run_machine(machine_in(memory, suffix, layout), max_examples=8, stateful_step_count=30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
-def test_any_sequence_of_calls_long(memory, suffix, layout):
-    machine = machine_in(memory, suffix, layout)
-    run_machine(machine, max_examples=150, stateful_step_count=60, derandomize=False)
+def test_any_sequence_of_calls(memory, suffix, layout, options):
+    name = f"TableIn{memory.title()}{(suffix or '').lstrip('.').title()}{layout.title()}"
+    run_machine(type(name, (TableMachine,), {"memory": memory, "suffix": suffix, "layout": layout}), **options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import threading
 from typing import Any
 
 import pytest
 import torch
+from in_child import forks, in_child
 
 import speedtransfer as st
 from speedtransfer.engines import HostEngine
@@ -57,23 +58,14 @@ def test_a_write_that_cannot_be_is_not_tried_for_ever() -> None:
     assert table.look_up(torch.tensor([0])).sum() == 0
 
 
-def load_half(table: st.Table) -> None:
-    def load() -> None:
-        with loading({table: "emb.weight"}, "st.load_checkpoint") as changes:
-            changes.append(True)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        load()
-
-
 def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
-    table = st.Table(5, 2)
-    with pytest.raises(KeyboardInterrupt), loading({table: "emb.weight"}, "st.load_checkpoint"):
-        raise KeyboardInterrupt
-    assert table[0].sum() == 0
-    load_half(table)
-    uses: list[Any] = [
+    table, words = st.Table(5, 2), r"emb.weight has been loaded or written in part only.*st.load_checkpoint"
+    for changed in (False, True):
+        assert table[0].sum() == 0
+        with contextlib.suppress(KeyboardInterrupt), loading({table: "emb.weight"}, "st.load_checkpoint") as changes:
+            changes += [True] * changed
+            raise KeyboardInterrupt
+    for use in (
         lambda: table[0],
         lambda: table.look_up(torch.tensor([0])),
         table.torch,
@@ -81,11 +73,8 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
         table.wait,
         lambda: table.scatter([0], torch.ones(1, 2)),
         lambda: table.astype(torch.float64),
-    ]
-    for use in uses:
-        with pytest.raises(
-            OptimizerError, match=r"emb.weight has been loaded or written in part only.*st.load_checkpoint"
-        ):
+    ):
+        with pytest.raises(OptimizerError, match=words):
             use()
     # Another way to load leaves some of it as it is.
     with loading({table: "emb.weight"}, "load_state_dict"):
@@ -122,7 +111,7 @@ def test_what_failed_is_made_again():
     assert len(calls) == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@forks
 def test_a_forked_process_has_what_was_written():
     behind, memory, go = Behind(), bytearray(1), threading.Event()
 
@@ -132,9 +121,4 @@ def test_a_forked_process_has_what_was_written():
 
     behind.begin(write)
     threading.Timer(0.05, go.set).start()
-    child = os.fork()
-    if child == 0:
-        behind.begin(lambda: None)
-        behind.finish()
-        os._exit(memory[0])
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert in_child(lambda: (behind.begin(lambda: None), behind.finish(), memory[0])[2]) == 7

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import take_step
 from in_child import forks, in_child
+from machines import short_and_long
 from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from ticket_machine import TicketMachine, run_held
 
@@ -29,11 +30,6 @@ ROWS, DIM = 60, 4
 def make(seed: int = 0, **options) -> st.Embedding:
     torch.manual_seed(seed)
     return st.Embedding(ROWS, DIM, device="cpu", **{"memory": "pageable", **options})
-
-
-@pytest.fixture
-def emb() -> st.Embedding:
-    return make()
 
 
 @pytest.fixture
@@ -74,6 +70,12 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
     optimizer = torch.optim.Adam(emb.parameters())
     for ids in ([1], [1, 2]):  # the first step adds the planes of state
         take_step(optimizer, emb(torch.tensor(ids)).sum())
+    # State is read ahead too.
+    emb(settled(emb.prefetch(torch.tensor([1, 2])))).sum().backward()
+    gathered = emb.table.stats().gathered_rows
+    optimizer.step()
+    optimizer.zero_grad()
+    assert emb.table.stats().gathered_rows == gathered
     ids = torch.tensor([1, 2, 3, 8])
     emb(torch.tensor([2, 8, 9])).sum().backward()
     ticket = settled(emb.prefetch(ids))
@@ -83,16 +85,6 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
     found = emb(ticket)
     assert [one.tolist() for one in fetched] == [[2, 3, 8]]
     assert torch.equal(found, emb.table.torch()[ids])
-
-
-def test_state_is_read_ahead_too(fetched):
-    emb = make(idle="lazy")
-    optimizer = torch.optim.Adam(emb.parameters())
-    take_step(optimizer, emb(torch.tensor([1])).sum())
-    emb(settled(emb.prefetch(torch.tensor([1, 2])))).sum().backward()
-    gathered = emb.table.stats().gathered_rows
-    optimizer.step()
-    assert emb.table.stats().gathered_rows == gathered
 
 
 def test_tickets_for_the_same_ids_serve_one_lookup_each(fetched):
@@ -141,13 +133,6 @@ def test_a_module_with_another_padding_row_of_the_same_table(kind, by_ids):
 # --- errors, and ends -------------------------------------------------------------------------------------------------
 
 
-def test_an_id_out_of_range_is_told_where_the_ticket_is_used():
-    emb = make()
-    ticket = emb.prefetch([[1, 2], [3, ROWS]])
-    with pytest.raises(RowIndexError, match=rf"index\[1, 1\] is {ROWS}"):
-        emb(ticket)
-
-
 def test_a_lookup_reads_by_itself_what_could_not_be_read_ahead(monkeypatch):
     emb, ids, fetch = make(), torch.tensor([4, 7]), Rows.fetch
 
@@ -167,6 +152,9 @@ def test_tickets_that_are_refused():
         with pytest.raises(InvalidTypeError):
             emb(ids.to(dtype))
     assert ticket.is_waiting
+    ticket = emb.prefetch([[1, 2], [3, ROWS]])
+    with pytest.raises(RowIndexError, match=rf"index\[1, 1\] is {ROWS}"):
+        emb(ticket)
     with pytest.raises(InvalidTypeError, match="integers"):
         make().prefetch(torch.tensor([1.0]))
     with pytest.raises(InvalidValueError, match="pass it to the module that made it"):
@@ -177,8 +165,8 @@ def test_tickets_that_are_refused():
 
 
 @forks
-def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, held):
-    ids = torch.tensor([4, 7])
+def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(held):
+    emb, ids = make(), torch.tensor([4, 7])
     ticket = emb.prefetch(ids)
     assert held.begun.wait(LIMIT_S)
 
@@ -266,11 +254,11 @@ def test_steps_with_tickets_do_not_gather_memory(steps, idle):
     assert len(table._logs) == 0
 
 
-def test_a_ticket_nobody_uses_holds_back_little(emb):
+def test_a_ticket_nobody_uses_holds_back_little():
+    emb, most = make(), 0
     optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
     kept = emb.prefetch(torch.tensor([4, 7]))
     log = kept._future.result(LIMIT_S).log
-    most = 0
     for step in range(1100):
         take_step(optimizer, emb(torch.tensor([step % ROWS])).sum())
         most = max(most, len(log._writes))
@@ -279,14 +267,11 @@ def test_a_ticket_nobody_uses_holds_back_little(emb):
     assert torch.equal(emb(kept), emb.table.torch()[[4, 7]])
 
 
-def read_rows(ticket: tickets.Ticket) -> weakref.ref:
-    return weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
-
-
 @pytest.mark.parametrize("used", [False, True])
-def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_gc, used):
+def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(no_gc, used):
+    emb = make()
     ticket = emb.prefetch(torch.arange(ROWS))
-    rows = read_rows(ticket)
+    rows = weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
     assert rows() is not None
     if used:
         with torch.no_grad():
@@ -321,11 +306,6 @@ def test_a_write_to_an_array_over_a_plane(plane, kept):
     assert torch.equal(train(lambda emb, ids: settled(emb.prefetch(ids))), train(lambda emb, ids: ids))
 
 
-def test_any_sequence_of_calls(monkeypatch):
-    run_held(TicketMachine, monkeypatch, max_examples=30)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_ten_thousand_calls(monkeypatch):
-    run_held(TicketMachine, monkeypatch, max_examples=500, derandomize=False)
+@short_and_long({"max_examples": 30}, {"max_examples": 500})
+def test_any_sequence_of_calls(options):
+    run_held(TicketMachine, options)

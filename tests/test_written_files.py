@@ -5,7 +5,6 @@ A version that changes a format adds an archive of its own beside `tests/data/wr
 
 from __future__ import annotations
 
-import random
 import shutil
 import sys
 import tarfile
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from checkpoint_cases import seed_all
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -95,7 +95,7 @@ class Run:
     """A short training run; its batches depend on the step alone."""
 
     def __init__(self, case: CheckpointCase) -> None:
-        seed_all()
+        seed_all(1)
         self.model = Net(case.library, case.tied, case.options)
         self.optimizer = case.optimizer(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.5)
@@ -130,12 +130,6 @@ Net.__module__ = Run.__module__ = "written_files"
 sys.modules["written_files"] = sys.modules[__name__]
 
 
-def seed_all() -> None:
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-
-
 def table_values(dtype: torch.dtype) -> Tensor:
     """Return what is in the table of a dtype."""
     return torch.arange(-60, ROWS * DIM - 60).view(ROWS, DIM).to(torch.float64).mul(0.5).to(dtype)
@@ -161,30 +155,26 @@ def part(expected: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): value for name, value in expected.items() if name.startswith(prefix)}
 
 
+def check(run, name, expected, tolerance):
+    """Compare every number with the one that was kept: as they are loaded, and after further steps."""
+    assert run.values().keys() == part(expected, f"{name}.loaded.").keys()
+    for when, bound in (("loaded", 0), ("trained", tolerance)):
+        found = run.values()
+        for key, value in part(expected, f"{name}.{when}.").items():
+            np.testing.assert_allclose(found[key], value, bound, bound, err_msg=key)
+        run.train()
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint(name, written, expected):
-    case, run = CHECKPOINTS[name], Run(CHECKPOINTS[name])
+    run = Run(CHECKPOINTS[name])
     assert repr(run.load(written / "checkpoints" / name)) == repr(EXTRA)  # which shows every value and its type
-    found, wanted = run.values(), part(expected, f"{name}.loaded.")
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
-    run.train()
-    found = run.values()
-    for key, value in part(expected, f"{name}.trained.").items():
-        np.testing.assert_allclose(found[key], value, case.tolerance, case.tolerance, err_msg=key)
+    check(run, name, expected, CHECKPOINTS[name].tolerance)
 
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_pickle(name, written, expected):
-    run = torch.load(written / "pickles" / f"{name}.pt", weights_only=False)
-    found = run.values()
-    for key, value in part(expected, f"{name}.loaded.").items():
-        np.testing.assert_array_equal(found[key], value, err_msg=key)
-    run.train()
-    found = run.values()
-    for key, value in part(expected, f"{name}.trained.").items():
-        np.testing.assert_allclose(found[key], value, 0.05, 0.05, err_msg=key)
+    check(torch.load(written / "pickles" / f"{name}.pt", weights_only=False), name, expected, 0.05)
 
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap"])

@@ -6,6 +6,7 @@ Reads are held back before, in the middle of and after what they read, so that w
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import random
 import tempfile
@@ -76,14 +77,9 @@ def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, known: Known =
     return {name: torch.cat([first[name], part]) for name, part in rest.items()} if middle else rest
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
-    "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
-}
+KINDS = ("SGD", "AdamW", "Adamax", "Adagrad", "SparseAdam")
+OPTIMIZERS = {name: functools.partial(getattr(torch.optim, name), lr=0.1) for name in KINDS}
+OPTIMIZERS["momentum"] = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 PRECISIONS = [(None, None), (None, torch.bfloat16), (torch.bfloat16, None), (torch.int8, torch.uint8)]
 PRECISIONS += [(torch.float8_e4m3fn, torch.uint8), ("split24", torch.uint8)]
 CONFIGS = some.fixed_dictionaries(
@@ -298,45 +294,35 @@ class TicketMachine(RuleBasedStateMachine):
     @rule(what=some.sampled_from(["state dict", "module alone", "optimizer", "checkpoint", "copy", "pickle"]))
     def put_in_place(self, what):
         """Load what was taken before, or take it; or go on with something new in the place of the old."""
-        getattr(self, {"module alone": "_state_dict", "pickle": "_copy"}.get(what, f"_{what.replace(' ', '_')}"))(what)
+        if what in ("copy", "pickle"):
+            # The copies know nothing of losses that the others have looked up.
+            self.step_and_begin_anew()
+        before = random.getstate()
+        for number, side in enumerate(self.sides):
+            self._put_in_place(side, what, Path(self.folder.name, f"checkpoint{number}"))
+        # Loading a checkpoint sets it; what is drawn for this test must not repeat itself.
+        random.setstate(before)
 
-    def _state_dict(self, what: str) -> None:
-        def load(side: Side) -> None:
-            if side.saved is None:
-                side.saved = copy.deepcopy((side.emb.state_dict(), side.optimizer.state_dict()))
-                return
+    def _put_in_place(self, side: Side, what: str, path: Path) -> None:
+        both = side.emb, side.optimizer
+        if what in ("copy", "pickle"):
+            side.emb, side.optimizer = copy.deepcopy(both) if what == "copy" else pickle.loads(pickle.dumps(both))
+        elif what == "checkpoint":
+            (st.load_checkpoint if path.exists() else st.save_checkpoint)(path, *both, progress=False)
+        elif what == "optimizer":
+            # Its state goes with it, before there is another.
+            side.optimizer = both = None
+            side.optimizer = OPTIMIZERS[self.config["optimizer"]](side.emb.parameters())
+        elif side.saved is None:
+            side.saved = copy.deepcopy((side.emb.state_dict(), side.optimizer.state_dict()))
+        else:
             side.emb.load_state_dict(side.saved[0])
             if what == "state dict":
                 side.optimizer.load_state_dict(copy.deepcopy(side.saved[1]))
             side.saved = None
 
-        self.both(load)
 
-    def _optimizer(self, what: str) -> None:
-        for side in self.sides:
-            # Its state goes with it, before there is another.
-            side.optimizer = None
-            side.optimizer = OPTIMIZERS[self.config["optimizer"]](side.emb.parameters())
-
-    def _checkpoint(self, what: str) -> None:
-        there, before = Path(self.folder.name, "checkpoint0").exists(), random.getstate()
-        for number, side in enumerate(self.sides):
-            path = Path(self.folder.name, f"checkpoint{number}")
-            (st.load_checkpoint if there else st.save_checkpoint)(path, side.emb, side.optimizer, progress=False)
-        # Loading sets it; what is drawn for this test must not repeat itself.
-        random.setstate(before)
-
-    def _copy(self, what: str) -> None:
-        def copied(side: Side) -> None:
-            both = side.emb, side.optimizer
-            side.emb, side.optimizer = copy.deepcopy(both) if what == "copy" else pickle.loads(pickle.dumps(both))
-
-        # The copies know nothing of losses that the others have looked up.
-        self.step_and_begin_anew()
-        self.both(copied)
-
-
-def run_held(machine: type[TicketMachine], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def run_held(machine: type[TicketMachine], options: dict[str, Any]) -> None:
     """Run a machine while reads ahead are held back."""
-    monkeypatch.setattr(Rows, "fetch", held_fetch)
-    run_machine(machine, stateful_step_count=20, **options)
+    with mock.patch.object(Rows, "fetch", held_fetch):
+        run_machine(machine, stateful_step_count=20, **options)
