@@ -17,7 +17,7 @@ from speedtransfer.tables import PathLike
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.evaluation import Analogies, Similarity, load_set
+from speedtransfer.word2vec.evaluation import Similarity, load_set
 from speedtransfer.word2vec.evaluation import evaluate as measure
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
@@ -47,8 +47,8 @@ class Evaluations(Callback):
     The sets are read at once; `board` draws the figures.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
-        self._sets = [(os.fspath(path), load_set(path)) for path in paths]
+    def __init__(self, paths: Sequence[PathLike], every: float, board: TensorBoard | None = None) -> None:
+        self._sets = [load_set(path) for path in paths]
         self._every = check_number(every, "evaluate_every", above=True)
         self._last_step, self._board = -1, board
 
@@ -56,7 +56,7 @@ class Evaluations(Callback):
         """Raise `InvalidValueError` where a set has too few words of the vocabulary."""
         self._progress = progress
         vectors = trainer.vectors(EVALUATED_WORDS)
-        for _, words in self._sets:
+        for words in self._sets:
             measure(vectors, words)
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102
@@ -71,31 +71,21 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         self._last_step = trainer.step
         vectors = trainer.vectors(EVALUATED_WORDS)  # a new object each time, as it caches lengths
-        epochs = round(trainer.step / trainer.steps_an_epoch, 3)
-        found, line = [], [f"epoch {epochs:g}"]
-        for path, words in self._sets:
+        line = [f"epoch {round(trainer.step / trainer.steps_an_epoch, 3):g}"]
+        for words in self._sets:
             try:
                 result = measure(vectors, words)
             except InvalidValueError as error:  # such as equal cosines: no reason to lose a run
                 line.append(str(error))
                 continue
-            figures = figures_of(result)
+            names = ("spearman", "pearson") if isinstance(result, Similarity) else ("accuracy", "semantic", "syntactic")
+            parts = {name: getattr(result, name) for name in names}
+            figures = {name: getattr(part, "accuracy", part) for name, part in parts.items()}
+            figures = {name: value for name, value in figures.items() if value is not None}
             line.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
             if self._board is not None:
                 self._board.draw(f"evaluation/{result.name}", figures, trainer.step)
-            used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
-            counts = {"used": used, "unknown": result.num_unknown}
-            found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **counts})
         self._progress.log("  ".join(line))
-        trainer.evaluation = found
-
-
-def figures_of(result: Similarity | Analogies) -> dict[str, float]:
-    """Return the figures of a set by name, without intervals and counts."""
-    if isinstance(result, Similarity):
-        return {"spearman": result.spearman, "pearson": result.pearson}
-    parts = {"accuracy": result.accuracy, "semantic": result.semantic.accuracy, "syntactic": result.syntactic.accuracy}
-    return {name: value for name, value in parts.items() if value is not None}
 
 
 class TensorBoard(Callback):
@@ -176,12 +166,9 @@ def remove_curves(path: Path) -> None:
 
 
 def make_callbacks(
-    settings: Settings,
-    checkpoints: Checkpoints | None = None,
-    tensorboard: PathLike | None = None,
-    evaluate: Sequence[PathLike] = (),
-    evaluate_every: float = 1.0,
-) -> list[Callback]:
+    settings: Settings, checkpoints: Checkpoints | None, tensorboard: PathLike | None, evaluate: Sequence[PathLike],
+    evaluate_every: float
+) -> list[Callback]:  # fmt: skip
     """Return the callbacks of a run, in order; raise for whatever is wrong with it before its corpus is read."""
     resolve_device(settings.device)
     if checkpoints is None or not (checkpoints.resumes or checkpoints.own_tables):

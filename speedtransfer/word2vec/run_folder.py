@@ -145,7 +145,6 @@ def _saver(
         "steps": trainer.step,
         "of_steps": trainer.num_steps,
         "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
-        "evaluation": trainer.evaluation,
         "training_s": round(trainer.elapsed_s, 3),
         "words_per_s": round(trainer.words_per_s),
     }
@@ -218,13 +217,12 @@ def run_demo(output: Path, overwrite: bool = False, settings: Settings | None = 
     settings = settings or Settings(dim=64, epochs=25)  # a small corpus: many passes
     with resources.as_file(resources.files(__package__).joinpath("corpora", "world_factbook.words.txt.gz")) as corpus:
         stop_signal = train_into(output, str(corpus), settings, overwrite=overwrite, show=show)
-    show(f"World Factbook: dim {settings.dim}, {settings.optimizer}, {settings.epochs} epochs")
     vectors, picture = Vectors.load(output), str(output / formats.PICTURE)
     for word in ("france", "coffee", "copper", "river", "march", "navy"):
         if word in vectors:
             show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
     try:
-        plot(vectors, picture, title="World Factbook: words that occur alike stand together")
+        plot(vectors, picture)
     except MissingPackageError as error:
         picture = f"none ({error})"
     show(printable(f"picture: {picture}"))

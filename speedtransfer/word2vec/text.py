@@ -6,10 +6,10 @@ Also which files are whose, where several processes read a part of a corpus each
 from __future__ import annotations
 
 import codecs
-import contextlib
 import glob
 import gzip
 import hashlib
+import itertools
 import lzma
 import os
 import re
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange
-from speedtransfer.word2vec.parquet import TextColumn
+from speedtransfer.untrusted import check_file, only_storage_errors
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
+_TEXTS = 64  # of a Parquet file, read at once: each may be a long document
 SUFFIXES = (".txt", ".gz", ".xz", ".parquet")
 POINT = "reads a corpus"  # of `ranks.POINTS`
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -134,10 +136,12 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
 
     Raises as :class:`Corpus`, with the name of the file, and `InvalidTypeError` where `source` is no path and no binary file.
     """
-    for name, opened in _opened(source):
+    for name, file in _files(source):
         try:
-            with opened() as file:
-                yield from _cut(file, name, chunk_bytes)
+            blocks = (
+                _blocks_of(file, chunk_bytes) if isinstance(file, Path) else iter(partial(file.read, chunk_bytes), b"")
+            )
+            yield from _cut(blocks, name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise StorageError(f"{name} is damaged, or not packed as its name says ({error}); get it again") from error
         except StorageError:
@@ -146,20 +150,45 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
             raise StorageError(f"cannot read {name} ({error.strerror or error}); check its permissions") from error
 
 
-def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of each file of `source` and what opens it."""
+def _files(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each file of `source`, and its path or the open file."""
     if hasattr(source, "read"):
-        yield name_of(source), partial(contextlib.nullcontext, source)
+        yield name_of(source), source
     elif source != "-":
-        for path in find_files(source):
-            opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".parquet": TextColumn}.get(
-                path.suffix, partial(open, mode="rb")
-            )
-            yield repr(str(path)), partial(opener, path)
+        yield from ((repr(str(path)), path) for path in find_files(source))
     elif sys.stdin is None:
         raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
     else:
-        yield name_of(source), partial(contextlib.nullcontext, sys.stdin.buffer)
+        yield name_of(source), sys.stdin.buffer
+
+
+def _blocks_of(path: Path, chunk_bytes: int) -> Iterator[bytes]:
+    if path.suffix == ".parquet":
+        yield from _texts(path)
+        return
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "rb") as file:
+        yield from iter(partial(file.read, chunk_bytes), b"")
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """Yield the texts of a Parquet file, a line end after each, some at a time; read by pyarrow."""
+    parquet = import_extra("pyarrow.parquet", "texts in .parquet", "pyarrow")
+    check_file(path)
+    with only_storage_errors(path, "a Parquet file with a column of text"), parquet.ParquetFile(path) as table:
+        names = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+        if names == ["word"] and "count" in table.schema_arrow.names:
+            raise StorageError(
+                f"{str(path)!r} is no corpus: it is a table of words and counts, which --vocabulary takes"
+            )
+        if "text" not in names and len(names) != 1:
+            known = ", ".join(names) or "none"
+            raise StorageError(
+                f"{str(path)!r} is no corpus: its columns of strings are {known}; a corpus is one named text, or one alone"
+            )
+        for batch in table.iter_batches(_TEXTS, columns=["text" if "text" in names else names[0]]):
+            if data := "".join(f"{text}\n" for text in batch.column(0).to_pylist() if text).encode():
+                yield data
 
 
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
@@ -206,10 +235,9 @@ def check(piece: Piece) -> None:
         decode(piece)
 
 
-def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
+def _cut(blocks: Iterator[bytes], name: str, chunk_bytes: int) -> Iterator[Piece]:
     data, position = b"", 0
-    while True:
-        block = file.read(chunk_bytes)
+    for block in itertools.chain(blocks, [b""]):  # none: the end
         if not isinstance(block, bytes):
             raise InvalidTypeError(f"{name} gives {type(block).__name__} but a corpus is bytes; open it in mode 'rb'")
         data += block
@@ -223,6 +251,4 @@ def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
         # A byte order mark is no part of the first word.
         begin = len(_BYTE_ORDER_MARK) if position == 0 and data.startswith(_BYTE_ORDER_MARK) else 0
         yield Piece(data[begin:end], name, position + begin, not block)
-        if not block:
-            return
         data, position = data[end:], position + end

@@ -82,8 +82,6 @@ class Trainer:
         Whether a signal ended `run` before the last step.
     stop_signal : int or None
         The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
-    evaluation : list of dict
-        The last figures of each set that training is evaluated on (`callbacks.Evaluations`).
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
@@ -126,7 +124,6 @@ class Trainer:
             self.num_steps = int(self._exchange.agree("begins to train", [self._num_blocks]).max())
         self.elapsed_s, self.interrupted = 0.0, False
         self.stop_signal: int | None = None
-        self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
         self._has_learned = False
         self._losses = Losses()
@@ -284,10 +281,9 @@ class Trainer:
         return {
             "step": self.step,
             "elapsed_s": self.elapsed_s,
-            **self._losses.state(),
+            "losses": [self._losses.count, self._losses.mean],
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
-            "evaluation": self.evaluation,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -295,12 +291,11 @@ class Trainer:
         self.step, self.elapsed_s = operator.index(state["step"]), float(state["elapsed_s"])
         if not 0 <= self.step <= self.num_steps:
             raise ValueError(f"step {self.step} of {self.num_steps}")
-        self._losses.load_state(state)
+        self._losses.count, self._losses.mean = map(float, state["losses"])
         self._has_learned = state["has_learned"]
         if self._eps is not None and (eps := self.optimizer.param_groups[0]["eps"]) != self._eps:
             # That of a run of several processes from before `options_apart`, which goes on as it began.
             self._first_lr, self._eps = self._first_lr * (eps / self._eps), eps
-        self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too
         self._moved_before = tuple(state["moved_bytes"])
