@@ -65,17 +65,15 @@ def described(name: str) -> str | None:
 
 
 def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Turn ``["momentum=0.9", "betas=0.9,0.98"]`` into arguments of an optimizer: values are JSON, else text."""
+    """Turn ``["momentum=0.9", "betas=[0.9,0.98]"]`` into arguments of an optimizer: values are JSON, else text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise InvalidValueError(f"option {pair!r} is no name=value; pass for instance --option momentum=0.9")
         options[name] = text
-        for written in (text, f"[{text}]"):  # numbers with commas between them are a list
-            with contextlib.suppress(json.JSONDecodeError):
-                options[name] = json.loads(written)
-                break
+        with contextlib.suppress(json.JSONDecodeError):
+            options[name] = json.loads(text)
     return options
 
 

@@ -12,7 +12,7 @@ import io
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,18 +20,15 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.jit import compile_function
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.untrusted import storage_error
-from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
+from speedtransfer.word2vec.settings import Settings, settings_of
 from speedtransfer.word2vec.text import POINT, Source, in_all, iter_pieces, name_of, own_part
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary, count_together, read_counts
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 CHUNK_IDS = 1 << 22
 MAX_PAIRS = 1 << 26  # of 16 bytes each
-_SETTINGS = {"min_count", "max_words", *CorpusSettings.__optional_keys__}
+_SETTINGS = "kind", "vocabulary", "divide", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q", "seed"
 _DROPPED = -2
 
 
@@ -66,7 +63,7 @@ class Corpus:
 
     def __init__(
         self, source: Source, min_count: int = Settings.min_count, max_words: int | None = Settings.max_words,
-        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Unpack[CorpusSettings],
+        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Any,
     ) -> None:  # fmt: skip
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)

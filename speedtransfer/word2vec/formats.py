@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +17,8 @@ from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files, tensor_of
 from speedtransfer.untrusted import check_file, only_storage_errors
-from speedtransfer.word2vec.formats_text import (
-    Stored,
-    encode,
-    read_binary,
-    read_text,
-    write_binary,
-    write_glove,
-    write_text,
-)
+from speedtransfer.word2vec import formats_text
+from speedtransfer.word2vec.formats_text import Stored, encode
 
 VECTORS = "vectors"  # the file of a run without its suffix
 NGRAMS = "ngrams.safetensors"  # the file beside it
@@ -52,7 +46,7 @@ def to_keyed_vectors(stored: Stored) -> Any:
     # Set at once: `add_vectors` copies the matrix and goes through the words one by one.
     keyed.index_to_key = list(words)
     keyed.key_to_index = {word: row for row, word in enumerate(words)}
-    keyed.vectors = np.asarray(matrix)
+    keyed.vectors = matrix[:]  # all, where it is that of several processes
     keyed.next_index = len(words)
     if counts is not None:
         keyed.expandos["count"] = counts.copy()
@@ -62,7 +56,7 @@ def to_keyed_vectors(stored: Stored) -> Any:
 def write_safetensors(path: Path, stored: Stored) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
     encoded = [encode(word) for word in stored.words]
-    arrays = {"vectors": stored.matrix, "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
+    arrays = {"vectors": stored.matrix[:], "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
     if stored.counts is not None:
         arrays["counts"] = stored.counts
     arrays["words"] = np.frombuffer(b"".join(encoded), np.uint8)
@@ -111,11 +105,11 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
 _PICKLED = ".kv"
 _PACKED = ".txt", ".vec", ".bin", ".glove"  # also read from a .gz file
 FORMATS = {
-    ".txt": Format(write_text, read_text),
-    ".vec": Format(write_text, read_text),
-    ".bin": Format(write_binary, read_binary),
+    ".txt": Format(formats_text.write_text, formats_text.read_text),
+    ".vec": Format(formats_text.write_text, formats_text.read_text),
+    ".bin": Format(formats_text.write_binary, formats_text.read_binary),
     ".safetensors": Format(write_safetensors, read_safetensors),
-    ".glove": Format(write_glove, read_text),
+    ".glove": Format(partial(formats_text.write_text, header=False), formats_text.read_text),
     _PICKLED: Format(write_gensim, read_gensim),
 }
 OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, NGRAMS, *(VECTORS + suffix for suffix in FORMATS)})

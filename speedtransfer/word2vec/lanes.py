@@ -79,13 +79,12 @@ def store(typing: Any, array: Any, row: Any, column: Any, lanes: Any) -> tuple[A
 def fill(typing: Any, number: Any) -> tuple[Any, _Code]:
     """Return a vector of `number`, `WIDTH` times."""
 
-    return Lanes(number)(number), lambda context, builder, signature, args: _fill(builder, args[0])
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        unset = ir.Constant(ir.VectorType(args[0].type, WIDTH), ir.Undefined)
+        first = builder.insert_element(unset, args[0], ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(first, unset, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
 
-
-def _fill(builder: Any, number: Any) -> Any:
-    unset = ir.Constant(ir.VectorType(number.type, WIDTH), ir.Undefined)
-    first = builder.insert_element(unset, number, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, unset, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
+    return Lanes(number)(number), code
 
 
 def _call(builder: Any, name: str, dtype: Any, result: Any, args: Any, **how: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -30,16 +31,8 @@ _MAX_LOSS_RATIO = 1.01  # to the same: batches differ by less
 _MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
 
 
-def format_loss(loss: float) -> str:
-    """Return a loss with three decimals, or short where training has blown it up."""
-    return f"{loss:.3f}" if loss < 1e6 else f"{loss:.3g}"
-
-
 class TrainingProgress:
-    """Progress of reading and training, on standard error: a line that changes, or one every ten seconds.
-
-    Without `enabled` only `log` writes.
-    """
+    """Progress of reading and training, on standard error; without `enabled` only `log` writes."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False) if console is None else console
@@ -68,7 +61,7 @@ class TrainingProgress:
     def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
         """Show the state of training: an `epoch` such as "epoch 2/5", the `share` that is done, and how long it goes on."""
         left = timedelta(seconds=round(left_s))
-        self._show(f"{epoch}  {share:.0%}  {words_per_s:,.0f} words/s  loss {format_loss(loss)}  {left} left")
+        self._show(f"{epoch}  {share:.0%}  {words_per_s:,.0f} words/s  loss {loss:.4g}  {left} left")
 
     def _show(self, text: str) -> None:
         now = time.monotonic()
@@ -112,31 +105,28 @@ class StopOnSignal:
         self._previous.clear()
 
 
+@dataclass
 class Losses:
     """The running mean of the loss per pair, over eight measurements or so; nan before the first."""
 
-    def __init__(self) -> None:
-        self.count, self.mean = 0, math.nan
+    count: int = 0
+    mean: float = math.nan
 
     def add(self, loss: float, num_pairs: float) -> None:
         """Add a measurement: the loss summed over `num_pairs` pairs."""
         if num_pairs:
+            before = self.mean if self.count else loss / num_pairs
             self.count += 1
-            if self.count == 1:
-                self.mean = loss / num_pairs
-            self.mean += (loss / num_pairs - self.mean) / min(self.count, 8)
+            self.mean = before + (loss / num_pairs - before) / min(self.count, 8)
 
 
 def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
     """Return a warning of a run with so few steps that vectors hardly move; "" where there are enough."""
     if num_steps >= FEW_STEPS:
         return ""
-    words = num_steps * block_words // (4 * FEW_STEPS)  # per block, for some hundred steps
-    fitting = 1 << max(words, 16).bit_length() - 1
-    smaller = f"a smaller block_words, such as {fitting}, or " if fitting < block_words else ""
     return (
-        f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass {smaller}more epochs than "
-        f"{epochs}"
+        f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass more epochs than {epochs}, or "
+        f"a smaller block_words than {block_words}"
     )
 
 
@@ -167,12 +157,12 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
     chance, lr = (1 + settings.negative) * math.log(2), f"{settings.first_lr:g}"
     if losses.count < 2 or losses.mean <= _MIN_LOSS_RATIO * chance:
         return ""
-    ended = f"the loss ended at {losses.mean:.4g}"
+    remedy = f"more epochs than {epochs}, a smaller block_words, or a larger lr than {lr}"
     if losses.mean > _MAX_LOSS_RATIO * chance:
-        return f"{ended}, above the {chance:.4g} that it began with; pass a smaller lr than {lr}"
+        remedy = f"a smaller lr than {lr}"
     return (
-        f"{ended} and that of vectors which know nothing is {chance:.4g}: little was learnt; pass more epochs than {epochs}, "
-        f"a smaller block_words, or a larger lr than {lr}"
+        f"the loss ended at {losses.mean:.4g} and that of vectors which know nothing is {chance:.4g}: little was learnt; pass "
+        f"{remedy}"
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -26,8 +26,6 @@ from speedtransfer.errors import (
     suggest,
 )
 
-# What gensim's Word2Vec calls settings that are here too.
-_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 Model = Literal["skipgram", "cbow"]
 Kind = Literal["text", "lines", "graph", "adjacency"]
@@ -263,41 +261,5 @@ def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -
     """Return the settings `given` to what takes `names`, and `more`; raise InvalidTypeError for one not in `names`."""
     for name in given:
         if name not in names:
-            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
-            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
+            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{suggest(name, names)}")
     return Settings(**given, **more)
-
-
-class CorpusSettings(TypedDict, total=False):
-    """For type checkers: the settings that :class:`Corpus` takes by name only."""
-
-    kind: Kind
-    vocabulary: str | os.PathLike[str] | None
-    divide: bool
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
-    seed: int
-
-
-class TrainingSettings(CorpusSettings, total=False):
-    """For type checkers: the settings that `train` takes by name only."""
-
-    clip: float | None
-    options: Mapping[str, Any] | None
-    model: Model
-    epochs: int | None
-    window: int
-    negative: int
-    sample: float
-    buckets: int
-    min_n: int
-    max_n: int
-    block_words: int | None
-    shared_negatives: int | None
-    memory: Memory
-    path: str | os.PathLike[str] | None
-    device: Any

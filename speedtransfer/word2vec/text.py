@@ -54,8 +54,6 @@ def name_of(source: Source) -> str:
     """Return the name of `source` for messages."""
     if isinstance(source, str | os.PathLike):
         return "standard input" if os.fspath(source) == "-" else repr(os.fspath(source))
-    if isinstance(source, list | tuple):
-        return f"the list of {len(source)} files"
     return repr(str(getattr(source, "name", "the given file")))
 
 
@@ -85,17 +83,14 @@ def find_files(source: Any) -> list[Path]:
 
 def in_all(exchange: Exchange | None, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:
     """Return what `do` returns; raise in all processes where it raises in one, or what it is `about` differs."""
-    result: Any = None
-    error: Exception | None = None
+    if exchange is None:
+        return do()
     try:
         result = do()
-    except Exception as raised:
-        error = raised
-    if exchange is None:
-        if error is not None:
-            raise error
-    else:
-        exchange.agree_on_error(POINT, error, "" if error is not None else about(result))
+    except Exception as error:
+        exchange.agree_on_error(POINT, error)
+        raise
+    exchange.agree_on_error(POINT, None, about(result))
     return result
 
 
@@ -109,14 +104,11 @@ def own_part(source: Source, exchange: Exchange) -> Source:
     if source == "-":
         raise InvalidValueError("divide is for files but the corpus is '-'; pass a folder or a pattern of files")
 
-    def listed() -> list[tuple[int, str]]:
-        return [(-os.stat(file).st_size, str(file)) for file in find_files(source)]
-
-    def digest(files: list[tuple[int, str]]) -> str:
+    def about(files: list[tuple[int, str]]) -> str:
         told = repr([(size, os.path.basename(name)) for size, name in files])
         return f"{len(files)} files to divide, {hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
-    files = in_all(exchange, listed, digest)
+    files = in_all(exchange, lambda: [(-os.stat(file).st_size, str(file)) for file in find_files(source)], about)
     if len(files) < exchange.ranks:
         raise InvalidValueError(
             f"{name_of(source)} has {len(files)} files but {exchange.ranks} processes are to divide them; split them into as "
@@ -227,12 +219,6 @@ def decode(piece: Piece, whole: bool = True) -> str:
         raise InvalidValueError(
             f"{piece.name} is no UTF-8 text: {error.reason} at byte {piece.position + error.start}; convert it with iconv"
         ) from None
-
-
-def check(piece: Piece) -> None:
-    """Raise what `decode` would raise."""
-    if b"\0" in piece.data or not piece.data.isascii():
-        decode(piece)
 
 
 def _cut(blocks: Iterator[bytes], name: str, chunk_bytes: int) -> Iterator[Piece]:

@@ -82,9 +82,6 @@ class Vocabulary:
     def __contains__(self, word: object) -> bool:
         return word in self._number_of
 
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} words, {self.num_words} occurrences)"
-
     @property
     def num_words(self) -> int:
         """Occurrences of all the words in the corpus."""
