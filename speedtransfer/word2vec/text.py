@@ -130,10 +130,7 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
     """
     for name, file in _files(source):
         try:
-            blocks = (
-                _blocks_of(file, chunk_bytes) if isinstance(file, Path) else iter(partial(file.read, chunk_bytes), b"")
-            )
-            yield from _cut(blocks, name, chunk_bytes)
+            yield from _cut(_blocks_of(file, chunk_bytes), name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise StorageError(f"{name} is damaged, or not packed as its name says ({error}); get it again") from error
         except StorageError:
@@ -154,13 +151,16 @@ def _files(source: Source) -> Iterator[tuple[str, Any]]:
         yield name_of(source), sys.stdin.buffer
 
 
-def _blocks_of(path: Path, chunk_bytes: int) -> Iterator[bytes]:
-    if path.suffix == ".parquet":
-        yield from _texts(path)
-        return
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "rb") as file:
+def _blocks_of(file: Any, chunk_bytes: int) -> Iterator[bytes]:
+    """Yield what an open file holds, or the one that a path names, unpacked."""
+    if not isinstance(file, Path):
         yield from iter(partial(file.read, chunk_bytes), b"")
+    elif file.suffix == ".parquet":
+        yield from _texts(file)
+    else:
+        opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+        with opener(file, "rb") as opened:
+            yield from _blocks_of(opened, chunk_bytes)
 
 
 def _texts(path: Path) -> Iterator[bytes]:
