@@ -240,13 +240,10 @@ st.Embedding(10, 4, layout="records")  # type: ignore[arg-type]
 st.Embedding(10, 4, cache_rows="all")  # type: ignore[arg-type]
 st.Embedding(10, 4, memmory="pageable")  # type: ignore[call-arg]
 st.Table(10, 4, memory="shared")  # type: ignore[arg-type]
-word2vec.train("corpus.txt", windw=3)  # type: ignore[call-arg]
-word2vec.train("corpus.txt", window="3")  # type: ignore[arg-type]
-word2vec.Corpus("corpus.txt", kind="grahp")  # type: ignore[arg-type]
+word2vec.train("corpus.txt", dim="3")  # type: ignore[arg-type]
 st.Vocabulary(evict="fifo", unseen="none")  # type: ignore[arg-type]
 st.NgramHash(rows=100, scheme="md5")  # type: ignore[arg-type]
 st.plan((10, 4), idle="none")  # type: ignore[arg-type]
-word2vec.train("corpus.txt", model="glove")  # type: ignore[arg-type]
 """
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_word2vec_resume import QUICK, broken_off, corpus, quietly, text  # noqa: F401
-from typer.testing import CliRunner
+from test_word2vec_resume import QUICK, broken_off, corpus, quietly  # noqa: F401
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Settings, Trainer
 from speedtransfer.word2vec import run as run_module
-from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
 
@@ -105,19 +101,6 @@ def test_evaluation_does_not_disturb(corpus, tmp_path, sets, capsys, every_step)
     steps = len(Trainer(corpus, Settings(**QUICK)).sampler)
     assert [step for step, _ in seen["evaluation/pairs/spearman"]] == [steps // 2, steps, 3 * steps // 2, 2 * steps]
     assert seen["evaluation/pairs/spearman"][-1][1] == pytest.approx(last.spearman)
-
-
-def test_the_last_figures_are_in_the_settings_of_the_run(tmp_path, sets, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("corpus.txt").write_bytes(text())
-    flags = ["--dim", "8", "--epochs", "2", "--evaluate", "pairs.txt", "--evaluate", "analogies.txt", "--quiet"]
-    result = CliRunner().invoke(app, ["train", "corpus.txt", "-o", "out", *flags])
-    assert result.exit_code == 0, result.output
-    pairs, analogies = json.loads(Path("out/settings.json").read_text())["evaluation"]
-    assert (pairs["set"], pairs["epochs"], pairs["used"], pairs["unknown"]) == ("pairs.txt", 2.0, 4, 1)
-    assert -1 <= pairs["spearman"] <= 1
-    assert (analogies["set"], analogies["used"], analogies["unknown"]) == ("analogies.txt", 2, 0)
-    assert analogies["accuracy"] in (0, 0.5, 1)
 
 
 def test_bad_sets_are_found_before_training(corpus, tmp_path):

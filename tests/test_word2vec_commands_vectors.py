@@ -154,7 +154,7 @@ def test_without_a_package(tmp_path, monkeypatch, package):
 def test_picture(tmp_path):
     had_pyplot = "matplotlib.pyplot" in sys.modules
     words = ["$money$", "東京", *(f"word{i}" for i in range(46))]  # a formula; letters that the font lacks
-    plot(Vectors(words, clusters()[0]), tmp_path / "words.png", num_words=30, title="$ title")
+    plot(Vectors(words, clusters()[0]), tmp_path / "words.png", num_words=30)
     data = (tmp_path / "words.png").read_bytes()
     assert data.startswith(b"\x89PNG\r\n")
     assert struct.unpack(">2I", data[16:24]) == (1920, 1200)
@@ -166,9 +166,7 @@ def test_words_and_their_neighbours(tmp_path, monkeypatch):
     rows, cluster = clusters()
     vectors = Vectors([f"w{i}" for i in range(len(rows))], rows)
     drawn = []
-    monkeypatch.setattr(
-        plot_module, "_draw", lambda figure, words, place, num_bold, title: drawn.append((words, num_bold))
-    )
+    monkeypatch.setattr(plot_module, "_draw", lambda figure, words, place, num_bold: drawn.append((words, num_bold)))
     plot(vectors, tmp_path / "words.png", num_words=9, words=["w30", "w1", "w30"])
     ((words, num_bold),) = drawn
     assert (words[:2], num_bold) == (["w30", "w1"], 2)

@@ -40,7 +40,6 @@ Settings(options={"lr": 1}) -> InvalidValueError: options holds lr=1, which is a
 Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; did you mean 'eps'
 Settings(options={"fused": True, "foreach": True}) -> InvalidValueError: AdamW does not take .*cannot be `True`
 train("not read", epoch=3) -> TypeError: 'epoch'.*did you mean 'epochs'
-train("not read", vector_size=100) -> InvalidTypeError: argument 'vector_size'; gensim's 'vector_size' is 'dim' here
 train("not read", checkpoint=3) -> InvalidTypeError: checkpoint is 3 \(int\) but must be the path
 train("not read", resume=True) -> InvalidValueError: need a checkpoint, the folder; pass checkpoint
 train("not read", checkpoint="x", checkpoint_every=0) -> InvalidValueError: checkpoint_every is 0 but must be at least 1
@@ -93,8 +92,8 @@ read_config(file("bad.toml", "dims = 3")) -> InvalidValueError: config 'bad.toml
 read_config(file("bad.toml", "dim = '3'")) -> InvalidTypeError: config 'bad.toml': dim is '3' \(str\) but must be an integer
 read_config(file("bad.toml", "lr = nan")) -> InvalidValueError: config 'bad.toml': lr is nan but must be finite
 read_config(file("bad.toml", "dim =\nlr = 1")) -> InvalidValueError: config 'bad.toml' is no TOML: .*line 1
-read_config(file("s.json", "[" * 100_000)) -> InvalidValueError: 's.json' is no JSON:
-read_config(file("s.json", "[]")) -> InvalidValueError: has no object "settings"; pass the settings.json of a run
+read_config(file("s.json", "[" * 100_000)) -> InvalidValueError: 's.json' is no JSON with an object "settings": nested
+read_config(file("s.json", "[]")) -> InvalidValueError: is no JSON with an object "settings": .*pass TOML, or the settings.json
 read_config(file("s.json", '{"settings": {"dimm": 3}}')) -> InvalidValueError: 's.json' has 'dimm', not a setting
 read("") -> InvalidValueError: 'the given file' holds no words; pass a corpus with text in it
 read(" \n\t ") -> InvalidValueError: holds no words

@@ -53,7 +53,7 @@ class BreakAt(Callback):
 
 def broken_off(corpus, step, every, folder, tensorboard=None, **changes):
     settings = Settings(**{**QUICK, **changes})
-    callbacks = make_callbacks(settings, Checkpoints(folder, settings, every), tensorboard)
+    callbacks = make_callbacks(settings, Checkpoints(folder, settings, every), tensorboard, [], 1.0)
     with pytest.raises(BreakError):
         Trainer(corpus, settings).run(QUIET, [*callbacks, BreakAt(step)])
 
@@ -89,9 +89,7 @@ def test_everything_is_taken_up(corpus, tmp_path):
     broken_off(corpus, 20, 6, tmp_path / "point")
     resumed = Checkpoints(tmp_path / "point", Settings(**QUICK), resume=True).restore(corpus, QUIET)
     assert resumed.step == 18
-    assert (resumed.loss, resumed.words_done, resumed.moved_bytes) == (
-        straight.loss, straight.words_done, straight.moved_bytes,
-    )  # fmt: skip
+    assert (resumed.loss, resumed.moved_bytes) == (straight.loss, straight.moved_bytes)
     for trainer in (straight, resumed):
         trainer.run(QUIET)
     assert resumed.vectors().matrix.tobytes() == straight.vectors().matrix.tobytes()

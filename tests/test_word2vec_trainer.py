@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import signal
 import threading
 
@@ -204,13 +205,13 @@ def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
         assert part in lines[2]
 
 
-def test_bar_on_a_terminal():
+def test_a_line_that_changes_on_a_terminal():
     out = io.StringIO()
     with TrainingProgress(console=Console(file=out, force_terminal=True, width=140)) as progress:
         progress.reading(1234)
         progress.training("epoch 2/5", 0.25, 123_456.0, 2.5, 61.0)
         progress.log("a line")
-    for part in ("epoch 2/5", "123,456 words/s", "loss 2.500", "25%", "a line"):
+    for part in ("epoch 2/5", "123,456 words/s", "loss 2.5", "25%", "0:01:01 left", "a line"):
         assert part in out.getvalue()
 
 
@@ -277,8 +278,7 @@ def test_a_run_that_cannot_train_raises(text, settings, message):
 
 def test_few_steps(caplog):
     assert warning_of_few_steps(FEW_STEPS, 5, 2048) == ""
-    assert "a smaller block_words, such as 32, or more epochs than 5" in warning_of_few_steps(10, 5, 2048)
-    assert "smaller" not in warning_of_few_steps(10, 50, 16)
+    assert "pass more epochs than 5, or a smaller block_words than 2048" in warning_of_few_steps(10, 5, 2048)
     train(io.BytesIO(b"one two three four five six\n" * 4), 4, min_count=1, sample=0, device="cpu", progress=False)
     assert caplog.messages == [warning_of_few_steps(50, 50, 32)]
 
@@ -288,8 +288,8 @@ def test_few_steps(caplog):
     [
         ([CHANCE], ""),
         ([2.6] * 20, ""),  # learnt within the first block, while it was measured
-        ([2.7] * 10 + [CHANCE] * 40, "little was learnt"),
-        ([900.0] + [4.4] * 60, "above the 4.159 that it began with; pass a smaller lr than 0.03"),
+        ([2.7] * 10 + [CHANCE] * 40, "little was learnt; pass more epochs than 5, .* or a larger lr than 0.03"),
+        ([900.0] + [4.4] * 60, "know nothing is 4.159: little was learnt; pass a smaller lr than 0.03"),
     ],
 )
 def test_loss(values, expected):
@@ -297,7 +297,7 @@ def test_loss(values, expected):
     for value in values:
         losses.add(value, 1)
     found = warning_of_loss(losses, Settings(lr=0.03), 5)
-    assert (expected in found) if expected else found == ""
+    assert re.search(expected, found) if expected else found == ""
 
 
 @pytest.mark.parametrize(

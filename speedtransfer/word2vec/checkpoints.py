@@ -20,7 +20,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.model import TableFiles
+from speedtransfer.word2vec.model import remove_tables, table_files
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import SETTINGS, Settings, check_writable
@@ -177,12 +177,11 @@ class Checkpoints(Callback):
 
     def _remove_tables(self, settings: Settings) -> None:
         """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""
-        tables = TableFiles(settings.path)
-        if any(file.exists() for file in tables.paths.values()):
+        if any(file.exists() for file in table_files(settings.path).values()):
             with ExitStack() as stack:
                 for reader in open_checkpoint(Folder(self.path), stack)[1].values():
                     reader.check(lambda num_bytes: None)
-        tables.remove()
+        remove_tables(settings.path)
 
 
 def _facts_of_run(path: Path) -> dict[str, Any]:

@@ -35,10 +35,20 @@ app = typer.Typer(
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the settings in the TOML file at `path`, or of a ``.json`` file its object "settings", each checked by itself."""
+    from speedtransfer.word2vec.formats_text import reading
+
     path = Path(path)
-    where = f"config {str(path)!r}"
-    checked = {}
-    for name, value in _parse(path, where).items():
+    where, checked, is_json = f"config {str(path)!r}", {}, path.suffix == ".json"
+    with reading(path) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
+    try:
+        found = dict(parse_json(data)["settings"] if is_json else tomllib.loads(data.decode()))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        what = 'no JSON with an object "settings"' if is_json else "no TOML"
+        raise InvalidValueError(f"{where} is {what}: {error}; pass TOML, or the settings.json of a run") from None
+    for name, value in found.items():
         if name not in SETTINGS:
             raise InvalidValueError(f"{where} has {name!r}, not a setting{suggest(name, SETTINGS)}")
         try:
@@ -48,28 +58,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return checked
 
 
-def _parse(path: Path, where: str) -> dict[str, Any]:
-    from speedtransfer.word2vec.formats_text import reading
-
-    with reading(path) as file:
-        data = file.read(_MOST_BYTES + 1)
-    if len(data) > _MOST_BYTES:
-        raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
-    if path.suffix != ".json":
-        try:
-            return tomllib.loads(data.decode())
-        except (ValueError, RecursionError) as error:
-            raise InvalidValueError(f"{where} is no TOML: {error}; fix it") from None
-    try:
-        content = parse_json(data)
-    except ValueError as error:
-        raise InvalidValueError(f"{where} is no JSON: {error}; pass the settings.json of a run") from None
-    settings = content.get("settings") if isinstance(content, dict) else None
-    if not isinstance(settings, dict):
-        raise InvalidValueError(f'{where} has no object "settings"; pass the settings.json of a run, or TOML')
-    return settings
-
-
 def described(name: str) -> str | None:
     """Return the description of a setting from the docstring of `Settings`; None where there are no docstrings (``-OO``)."""
     found = re.search(rf"^{name} : .*\n((?:    .*\n)+)", inspect.cleandoc(Settings.__doc__ or ""), re.MULTILINE)
@@ -77,56 +65,39 @@ def described(name: str) -> str | None:
 
 
 def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Turn ``["momentum=0.9", "betas=0.9,0.98"]`` into arguments of an optimizer: values are JSON, else text."""
+    """Turn ``["momentum=0.9", "betas=[0.9,0.98]"]`` into arguments of an optimizer: values are JSON, else text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise InvalidValueError(f"option {pair!r} is no name=value; pass for instance --option momentum=0.9")
         options[name] = text
-        for written in (text, f"[{text}]"):  # numbers with commas between them are a list
-            with contextlib.suppress(json.JSONDecodeError):
-                options[name] = json.loads(written)
-                break
+        with contextlib.suppress(json.JSONDecodeError):
+            options[name] = json.loads(text)
     return options
 
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "vocabulary": Path | None, "device": str | None}
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")]
-# The groups of `train --help`, in this order.
-_PANELS = [None, "Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
-
-
-def _as_option(name: str, kind: Any) -> Any:
-    """Return how typer takes a setting."""
-    about = SETTINGS[name].metadata
-    choices = about["choices"]
-    return Annotated[
-        str if choices else _SHELL_TYPES.get(name, kind),
-        typer.Option(
-            help=described(name),
-            metavar="|".join(choices) or None,
-            show_default=about["none"] or SETTINGS[name].default is not None,
-            rich_help_panel=about["panel"],
-        ),
-    ]
-
-
-def _panel(parameter: inspect.Parameter) -> int:
-    about = getattr(parameter.annotation, "__metadata__", (None,))[0]
-    return _PANELS.index(getattr(about, "rich_help_panel", None))
 
 
 def _with_settings(function: Any) -> Any:
     """Show typer each setting in place of ``**flags``, but for `options`, which come as pairs."""
     *own, _ = inspect.signature(function, eval_str=True).parameters.values()
-    by_name = inspect.Parameter.KEYWORD_ONLY
-    shown = [parameter.replace(kind=by_name) for parameter in own]
+    by_name, shown = inspect.Parameter.KEYWORD_ONLY, []
     for name, kind in get_type_hints(Settings).items():
+        default, about = SETTINGS[name].default, SETTINGS[name].metadata
+        shown_type = str if about["choices"] else _SHELL_TYPES.get(name, kind)
+        option = typer.Option(
+            help=described(name),
+            metavar="|".join(about["choices"]) or None,
+            show_default=about["none"] or default is not None,
+            rich_help_panel=about["panel"],
+        )
         if name != "options":
-            option, default = _as_option(name, kind), SETTINGS[name].default
-            shown.append(inspect.Parameter(name, by_name, default=default, annotation=option))
-    function.__signature__ = inspect.Signature(sorted(shown, key=_panel))
+            shown.append(inspect.Parameter(name, by_name, default=default, annotation=Annotated[shown_type, option]))
+    shown += [parameter.replace(kind=by_name) for parameter in own]
+    function.__signature__ = inspect.Signature(shown)
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return function
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from speedtransfer.word2vec.evaluation import Section, Similarity
     from speedtransfer.word2vec.vectors import Vectors
 
 _SHOW_UNKNOWN = 20
@@ -92,45 +91,36 @@ def evaluate(
     console = Console(soft_wrap=True, highlight=False, markup=False)
     pairs = [result for result in results if isinstance(result, Similarity)]
     if pairs:
-        console.print(_table("similarity set", _PAIR_COLUMNS, map(_pair_cells, pairs)))
+        rows = [
+            (one.name, f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
+             "{:.3f} to {:.3f}".format(*one.interval), f"{one.pearson:.4f}") for one in pairs
+        ]  # fmt: skip
+        columns = "similarity set", "pairs", "left out", "Spearman", "95% interval", "Pearson"
+        console.print(_table(columns, rows))
     for result in results:
         if isinstance(result, Analogies):
-            parts = *result.sections, result.semantic, result.syntactic, result.total
-            left_out = "left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)", ""
-            rows = [*map(_section_cells, parts), left_out]
-            console.print(_table(printable(result.name), _ANALOGY_COLUMNS, rows))
+            parts = list[tuple[str, ...]]()
+            for part in (*result.sections, result.semantic, result.syntactic, result.total):
+                shown = "-" if part.accuracy is None else f"{part.accuracy:.4f}"
+                interval = "-" if part.accuracy is None else "{:.3f} to {:.3f}".format(*part.interval)
+                parts.append((part.name, f"{len(part.correct):,}", f"{part.num_questions:,}", shown, interval))
+            parts.append(("left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)", ""))
+            console.print(_table((result.name, "correct", "questions", "accuracy", "95% interval"), parts))
     for result in results:
         if unknown := result.unknown_words:
             more = f" and {len(unknown) - _SHOW_UNKNOWN} more" if len(unknown) > _SHOW_UNKNOWN else ""
-            shown = ", ".join(unknown[:_SHOW_UNKNOWN])
-            typer.echo(printable(f"{result.name}: {len(unknown)} unknown words: {shown}{more}"))
+            words = ", ".join(unknown[:_SHOW_UNKNOWN])
+            typer.echo(printable(f"{result.name}: {len(unknown)} unknown words: {words}{more}"))
 
 
-_PAIR_COLUMNS = "pairs", "left out", "Spearman", "95% interval", "Pearson"
-_ANALOGY_COLUMNS = "correct", "questions", "accuracy", "95% interval"
+def _table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
+    from rich.table import Column, Table
 
-
-def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title, box=None)
-    for column in columns:
-        table.add_column(column, justify="right")
+    first, *others = map(printable, columns)
+    table = Table(first, *(Column(column, justify="right") for column in others), box=None)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     return table
-
-
-def _pair_cells(one: Similarity) -> tuple[str, ...]:
-    left_out, interval = f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", "{:.3f} to {:.3f}".format(*one.interval)
-    return printable(one.name), f"{one.num_pairs:,}", left_out, f"{one.spearman:.4f}", interval, f"{one.pearson:.4f}"
-
-
-def _section_cells(section: Section) -> tuple[str, ...]:
-    counts, shown = (f"{len(section.correct):,}", f"{section.num_questions:,}"), ("-", "-")
-    if section.accuracy is not None:
-        shown = f"{section.accuracy:.4f}", "{:.3f} to {:.3f}".format(*section.interval)
-    return printable(section.name), *counts, *shown
 
 
 def nearest(

@@ -18,30 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from speedtransfer.buffers import empty
-from speedtransfer.word2vec.lanes import (
-    WIDTH,
-    add_products,
-    add_row,
-    compile_inlined,
-    compile_loops,
-    copy_row,
-    fill,
-    load,
-    mean_row,
-    mul_add,
-    negative,
-    score,
-    set_columns,
-    set_way,
-    sigmoid,
-    store,
-    weighted_sum,
-    zero_rows,
-)
+from speedtransfer.word2vec import lanes
+from speedtransfer.word2vec.lanes import WIDTH, zero_rows
 from speedtransfer.word2vec.places import Places
 
 
-@compile_inlined
+@lanes.compile_inlined
 def _find_pairs(
     start: int, stop: int, low: int, before: np.ndarray, after: np.ndarray, window: int, pair_near: np.ndarray,
     pair_slots: np.ndarray, pair_shares: np.ndarray, pair_weights: np.ndarray, near_words: np.ndarray,
@@ -72,13 +54,13 @@ def _find_pairs(
             n += 1
 
 
-@compile_loops
+@lanes.compile_loops
 def _loss(score: Any) -> float:
     """Return softplus of -score."""
     return max(-score, 0.0) + math.log1p(math.exp(-abs(score)))
 
 
-@compile_inlined
+@lanes.compile_inlined
 def _predict(
     counts: np.ndarray, words: int, vectors: np.ndarray, context_rows: np.ndarray, predicted: np.ndarray,
     weights: np.ndarray, slopes: np.ndarray, moves: np.ndarray, rate: Any, with_loss: bool
@@ -90,22 +72,22 @@ def _predict(
     n, loss = 0, 0.0
     for at in range(words):
         for _ in range(counts[at]):
-            slopes[0, n] = score(vectors, at, context_rows, predicted[n])
+            slopes[0, n] = lanes.score(vectors, at, context_rows, predicted[n])
             n += 1
     if with_loss:
         for j in range(n):
             loss += weights[0, j] * _loss(slopes[0, j])
     for j in range(0, n, WIDTH):
-        height = mul_add(load(weights, 0, j), fill(rate), fill(rate - rate))
-        store(slopes, 0, j, sigmoid(negative(load(slopes, 0, j)), height))
+        height = lanes.mul_add(lanes.load(weights, 0, j), lanes.fill(rate), lanes.fill(rate - rate))
+        lanes.store(slopes, 0, j, lanes.sigmoid(lanes.negative(lanes.load(slopes, 0, j)), height))
     n = 0
     for at in range(words):
-        weighted_sum(moves, at, True, slopes, context_rows, predicted, n, n + counts[at])
+        lanes.weighted_sum(moves, at, True, slopes, context_rows, predicted, n, n + counts[at])
         n += counts[at]
     return loss
 
 
-@compile_inlined
+@lanes.compile_inlined
 def _meet_noise(
     served: np.ndarray, words: int, vectors: np.ndarray, by_column: np.ndarray, noise: np.ndarray, weights: np.ndarray,
     slopes: np.ndarray, moves: np.ndarray, negatives: int, num_draws: int, rate: Any, with_loss: bool
@@ -115,8 +97,8 @@ def _meet_noise(
     `served` is what the predictions of each word count.
     """
     loss = 0.0
-    set_columns(by_column, vectors)
-    add_products(slopes, True, noise, by_column, len(by_column))
+    lanes.set_columns(by_column, vectors)
+    lanes.add_products(slopes, True, noise, by_column, len(by_column))
     for at in range(WIDTH):
         weights[0, at] = negatives * served[at] / num_draws if at < words else 0  # negatives that a draw stands for
     if with_loss:
@@ -126,9 +108,9 @@ def _meet_noise(
     for at in range(WIDTH):
         weights[0, at] *= -rate
     for t in range(len(slopes)):
-        store(slopes, t, 0, sigmoid(load(slopes, t, 0), load(weights, 0, 0)))
-    add_products(moves, False, slopes.T, noise, len(noise))
-    add_products(noise, True, slopes, vectors, WIDTH)
+        lanes.store(slopes, t, 0, lanes.sigmoid(lanes.load(slopes, t, 0), lanes.load(weights, 0, 0)))
+    lanes.add_products(moves, False, slopes.T, noise, len(noise))
+    lanes.add_products(noise, True, slopes, vectors, WIDTH)
     return loss
 
 
@@ -158,7 +140,7 @@ def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any
     )  # fmt: skip
 
 
-@compile_loops
+@lanes.compile_loops
 def train(
     center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
     before: np.ndarray, after: np.ndarray, draws: np.ndarray, most_words: int, reach: int, window: int, negatives: int,
@@ -187,21 +169,21 @@ def train(
         # All of this is of the rows as the span finds them.
         first, last = (low, high) if cbow else (start, stop)
         for i in range(first, last):
-            mean_row(nearby, i - first, center_rows, bag_rows, starts[i], starts[i + 1])
+            lanes.mean_row(nearby, i - first, center_rows, bag_rows, starts[i], starts[i + 1])
         n = predictions = 0
         for i in range(start, stop):
             size = before[i] + after[i]
             counts[i - start] = min(size, 1) if cbow else size
             if cbow:
                 served[i - start] = counts[i - start]
-                weighted_sum(vectors, i - start, True, shares, nearby, pair_near, n, n + size)
+                lanes.weighted_sum(vectors, i - start, True, shares, nearby, pair_near, n, n + size)
             for j in range(counts[i - start]):
                 predicted[predictions] = contexts[i if cbow else low + pair_near[n + j]]
                 predicting[predictions] = i - start
                 predictions += 1
             n += size
         for t in range(num_draws):
-            copy_row(noise, t, context_rows, draws[number, t])
+            lanes.copy_row(noise, t, context_rows, draws[number, t])
         for t in range(num_draws, len(noise)):
             for d in range(noise.shape[1]):
                 noise[t, d] = 0
@@ -215,24 +197,24 @@ def train(
         # What is written from here on is read by the next span.
         if cbow:
             for n in range(predictions):
-                weighted_sum(context_rows, predicted[n], False, slopes, vectors, predicting, n, n + 1)
+                lanes.weighted_sum(context_rows, predicted[n], False, slopes, vectors, predicting, n, n + 1)
         else:
             for n in range(predictions):
                 near_slopes[0, pair_slots[n]] = slopes[0, n]
             for i in range(start, stop):
                 for bag in range(starts[i], starts[i + 1]):
-                    add_row(center_rows, bag_rows[bag], moves, i - start)
+                    lanes.add_row(center_rows, bag_rows[bag], moves, i - start)
         for i in range(low, high):
             first = (i - low) * WIDTH
             last = first + near_sizes[i - low]
             if cbow:
-                weighted_sum(move, 0, True, near_slopes, moves, near_words, first, last)
+                lanes.weighted_sum(move, 0, True, near_slopes, moves, near_words, first, last)
                 for bag in range(starts[i], starts[i + 1]):
-                    add_row(center_rows, bag_rows[bag], move, 0)
+                    lanes.add_row(center_rows, bag_rows[bag], move, 0)
             else:
-                weighted_sum(context_rows, contexts[i], False, near_slopes, vectors, near_words, first, last)
+                lanes.weighted_sum(context_rows, contexts[i], False, near_slopes, vectors, near_words, first, last)
         for t in range(num_draws):
-            add_row(context_rows, draws[number, t], noise, t)
+            lanes.add_row(context_rows, draws[number, t], noise, t)
     return loss
 
 
@@ -255,5 +237,5 @@ def gradients(
     loss: float = train(*copies, *numbers, *sizes, typed_rate, cbow, with_loss, scratch)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))
-        set_way(row, copy, typed_rate, ways[-1].numpy())
+        lanes.set_way(row, copy, typed_rate, ways[-1].numpy())
     return ways, loss

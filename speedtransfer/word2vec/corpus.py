@@ -12,7 +12,7 @@ import io
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,18 +20,15 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.jit import compile_function
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.untrusted import storage_error
-from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
+from speedtransfer.word2vec.settings import Settings, settings_of
 from speedtransfer.word2vec.text import POINT, Source, in_all, iter_pieces, name_of, own_part
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary, count_together, read_counts
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 CHUNK_IDS = 1 << 22
 MAX_PAIRS = 1 << 26  # of 16 bytes each
-_SETTINGS = {"min_count", "max_words", *CorpusSettings.__optional_keys__}
+_SETTINGS = "kind", "vocabulary", "divide", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q", "seed"
 _DROPPED = -2
 
 
@@ -66,7 +63,7 @@ class Corpus:
 
     def __init__(
         self, source: Source, min_count: int = Settings.min_count, max_words: int | None = Settings.max_words,
-        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Unpack[CorpusSettings],
+        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Any,
     ) -> None:  # fmt: skip
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
@@ -83,30 +80,28 @@ class Corpus:
         for _ in range(settings.phrases):
             ids = join_phrases(ids, words, min_count, settings.phrase_threshold)
             counts = count_numbers(ids, len(words))
+        chosen_by = min_count, settings.max_words
         if listed is not None:
-            names, counts = listed
-            self.vocabulary = Vocabulary.choose(
-                counts, lambda rows: [names[i] for i in rows], min_count, settings.max_words
-            )
+            self.vocabulary = Vocabulary.choose(listed[1], lambda rows: [listed[0][i] for i in rows], *chosen_by)
         elif exchange is not None:
-            self.vocabulary = count_together(words, counts, min_count, settings.max_words, exchange)
+            self.vocabulary = count_together(words, counts, *chosen_by, exchange)
         else:
-            self.vocabulary = Vocabulary.choose(counts, words.take, min_count, settings.max_words)
+            self.vocabulary = Vocabulary.choose(counts, words.take, *chosen_by)
         kept = [words.number(piece.data) for piece in iter_pieces(io.BytesIO(" ".join(self.vocabulary.words).encode()))]
         final = np.full(len(words) + 1, _DROPPED, np.int32)
         final[np.concatenate(kept)] = np.arange(len(self.vocabulary), dtype=np.int32)
         final[LINE_END] = LINE_END
         self.ids, starts = _renumber(ids, final)
         self.starts = None if kind == "text" else starts
-        sizes = np.array([[len(self.ids), num_raw_words]])
+        self.num_words, self.num_raw_words = len(self.ids), num_raw_words
         if exchange is not None:
-            sizes = exchange.agree(POINT, sizes[0]).numpy()
-        if exchange is not None and sizes[:, 0].min() == 0:
-            raise InvalidValueError(
-                f"the part of process {sizes[:, 0].argmin()} has no word of the vocabulary; divide the corpus into parts "
-                "of one kind, or start fewer processes"
-            )
-        self.num_words, self.num_raw_words = sizes.sum(0).tolist()
+            sizes = exchange.agree(POINT, [self.num_words, num_raw_words])
+            if not sizes[:, 0].all():
+                raise InvalidValueError(
+                    f"the part of process {int(sizes[:, 0].argmin())} has no word of the vocabulary; divide the corpus into "
+                    "parts of one kind, or start fewer processes"
+                )
+            self.num_words, self.num_raw_words = sizes.sum(0).tolist()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -223,25 +218,15 @@ def count_pairs(ids: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray
         first, second = ids[start : start + CHUNK_IDS], ids[start + 1 : start + CHUNK_IDS + 1]
         first = first[: len(second)]
         found = (first * np.int64(num_words) + second)[(first != LINE_END) & (second != LINE_END)]
-        pairs, counts = _merge(pairs, counts, *np.unique(found, return_counts=True))
+        both = np.concatenate([pairs, found])
+        # With `return_index` it merges sorted runs.
+        pairs, _, place = np.unique(both, return_index=True, return_inverse=True)
+        counts = np.bincount(place, np.concatenate([counts, np.ones(len(found))])).astype(np.int64)
         if len(pairs) > MAX_PAIRS:
             kept = counts > least
             pairs, counts = pairs[kept], counts[kept]
             least += 1
     return pairs, counts
-
-
-def _merge(
-    pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the union of two sorted sets of pairs, and the sums of their counts."""
-    both = np.concatenate([pairs, more])
-    order = np.argsort(both, kind="stable")  # two sorted runs: merged, not sorted
-    both = both[order]
-    begins = np.flatnonzero(np.concatenate([[True], both[1:] != both[:-1]])[: len(both)])
-    if len(begins) == 0:
-        return pairs, counts
-    return both[begins], np.add.reduceat(np.concatenate([counts, more_counts])[order], begins)
 
 
 @compile_function

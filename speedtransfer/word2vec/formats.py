@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,15 +17,8 @@ from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files, tensor_of
 from speedtransfer.untrusted import check_file, only_storage_errors
-from speedtransfer.word2vec.formats_text import (
-    Stored,
-    encode,
-    read_binary,
-    read_text,
-    write_binary,
-    write_glove,
-    write_text,
-)
+from speedtransfer.word2vec import formats_text
+from speedtransfer.word2vec.formats_text import Stored, encode
 
 VECTORS = "vectors"  # the file of a run without its suffix
 NGRAMS = "ngrams.safetensors"  # the file beside it
@@ -34,16 +28,10 @@ PICTURE = "words.png"
 
 
 class Format(NamedTuple):
-    """How to write and read one kind of file.
-
-    `write` takes the path, and what to store: counts where the format has a place for them; `read` the path and, if not None,
-    how many words to stop after.
-    """
+    """How to write and read one kind of file: by a path, and how many words to stop after, if any."""
 
     write: Callable[[Path, Stored], None]
     read: Callable[[Path, int | None], Stored]
-    check: Callable[[], object] = lambda: None  # raises where a package is missing
-    packed: bool = True  # may be read from a .gz file
 
 
 def import_gensim() -> Any:
@@ -58,7 +46,7 @@ def to_keyed_vectors(stored: Stored) -> Any:
     # Set at once: `add_vectors` copies the matrix and goes through the words one by one.
     keyed.index_to_key = list(words)
     keyed.key_to_index = {word: row for row, word in enumerate(words)}
-    keyed.vectors = np.asarray(matrix)
+    keyed.vectors = matrix[:]  # all, where it is that of several processes
     keyed.next_index = len(words)
     if counts is not None:
         keyed.expandos["count"] = counts.copy()
@@ -68,7 +56,7 @@ def to_keyed_vectors(stored: Stored) -> Any:
 def write_safetensors(path: Path, stored: Stored) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
     encoded = [encode(word) for word in stored.words]
-    arrays = {"vectors": stored.matrix, "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
+    arrays = {"vectors": stored.matrix[:], "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
     if stored.counts is not None:
         arrays["counts"] = stored.counts
     arrays["words"] = np.frombuffer(b"".join(encoded), np.uint8)
@@ -115,13 +103,14 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
 
 
 _PICKLED = ".kv"
+_PACKED = ".txt", ".vec", ".bin", ".glove"  # also read from a .gz file
 FORMATS = {
-    ".txt": Format(write_text, read_text),
-    ".vec": Format(write_text, read_text),
-    ".bin": Format(write_binary, read_binary),
-    ".safetensors": Format(write_safetensors, read_safetensors, packed=False),
-    ".glove": Format(write_glove, read_text),
-    _PICKLED: Format(write_gensim, read_gensim, import_gensim, packed=False),
+    ".txt": Format(formats_text.write_text, formats_text.read_text),
+    ".vec": Format(formats_text.write_text, formats_text.read_text),
+    ".bin": Format(formats_text.write_binary, formats_text.read_binary),
+    ".safetensors": Format(write_safetensors, read_safetensors),
+    ".glove": Format(partial(formats_text.write_text, header=False), formats_text.read_text),
+    _PICKLED: Format(write_gensim, read_gensim),
 }
 OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, NGRAMS, *(VECTORS + suffix for suffix in FORMATS)})
 # Folders within that of a run: its state, the files of memory "mmap", TensorBoard's.
@@ -135,12 +124,13 @@ def find_format(path: Path, reading: bool = False) -> Format:
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in FORMATS:
         raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one")
-    found = FORMATS[suffix]
-    if packed and not (reading and found.packed):
-        packable = ", ".join(name for name, format in FORMATS.items() if format.packed)
-        raise InvalidValueError(f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; drop .gz")
-    found.check()
-    return found
+    if packed and not (reading and suffix in _PACKED):
+        raise InvalidValueError(
+            f"{str(path)!r} ends in '.gz', which is only read, and only of {', '.join(_PACKED)}; drop .gz"
+        )
+    if suffix == _PICKLED:
+        import_gensim()
+    return FORMATS[suffix]
 
 
 def find_vectors(path: str | os.PathLike[str]) -> Path:
@@ -151,15 +141,13 @@ def find_vectors(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
         raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")
-    if path.is_dir():
-        for suffix in FORMATS:
-            if suffix != _PICKLED and (path / (VECTORS + suffix)).exists():
-                return path / (VECTORS + suffix)
-        pickled = path / (VECTORS + _PICKLED)
-        if pickled.exists():
-            raise StorageError(
-                f"folder {str(path)!r} holds no vectors but {pickled.name!r}, a pickle, which can run any code; pass "
-                f"{str(pickled)!r} itself if you trust it"
-            )
-        raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
-    return path
+    if not path.is_dir():
+        return path
+    suffixes = [suffix for suffix in FORMATS if suffix != _PICKLED]
+    for file in (path / (VECTORS + suffix) for suffix in suffixes):
+        if file.exists():
+            return file
+    raise StorageError(
+        f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(suffixes)}); pass the file itself, which for {_PICKLED}, a "
+        "pickle that can run any code, must be one that you trust"
+    )

@@ -96,9 +96,17 @@ def check_room(path: Path, least_bytes: int, promise: str = "its header promises
 
 
 def write_text(path: Path, stored: Stored, header: bool = True) -> None:
-    """Write the vectors in nine digits, enough to read the same float32 numbers back; text has no place for counts."""
+    """Write the vectors in nine digits, enough to read the same float32 numbers back; text has no place for counts.
+
+    Without a header, as in GloVe: raises InvalidValueError where readers could not parse such a file.
+    """
     words, matrix, _ = stored
     check_words(words, path)
+    if not header and (not words or matrix.shape[1] < 2):
+        raise InvalidValueError(
+            f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {len(words)} words of dim "
+            f"{matrix.shape[1]}; save to .txt"
+        )
     line = "%s" + " %.9g" * matrix.shape[1] + "\n"
     with replace_file(path) as file:
         if header:
@@ -109,17 +117,6 @@ def write_text(path: Path, stored: Stored, header: bool = True) -> None:
             file.write("".join(line % (word, *row) for word, row in rows).encode())
 
 
-def write_glove(path: Path, stored: Stored) -> None:
-    """Write without the first line. Raises InvalidValueError where readers could not parse such a file."""
-    num_words, dim = stored.matrix.shape
-    if not num_words or dim < 2:
-        raise InvalidValueError(
-            f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {num_words} words of dim "
-            f"{dim}; save to .txt"
-        )
-    write_text(path, stored, header=False)
-
-
 def read_text(path: Path, max_words: int | None = None) -> Stored:
     """Read word2vec or GloVe text: two fields in the first line are a header, more are a word and its vector.
 
@@ -128,13 +125,10 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
     """
     with reading(path) as file:
         first = file.readline(HEADER_BYTES)
-        if len(first.split()) > 2 or len(first) == HEADER_BYTES:  # no header is as long
-            num_words, dim, header = *_measure(path), False
+        header = len(first.split()) <= 2 and len(first) < HEADER_BYTES
+        promised, dim = parse_header(first, path) if header else _measure(path)
+        if not header:
             file.seek(0)
-            promised = num_words
-        else:
-            promised, dim = parse_header(first, path)
-            header = True
         promise = "its header promises" if header else f"{promised} vectors as long as most, {dim} numbers, take"
         check_room(path, promised * (2 * dim + 2) - (not header), promise)
         num_words = promised if max_words is None else min(promised, max_words)

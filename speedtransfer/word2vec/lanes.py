@@ -22,11 +22,10 @@ WIDTH = 16  # a cache line of float32
 # Sums in any order, which is what lets them run in vectors; infinities and NaN stay what they are.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
 _FOUR = 4 * WIDTH
-_TAYLOR = tuple(1 / math.factorial(k) for k in range(14))  # of exp
 
 _Code = Callable[[Any, Any, Any, Any], Any]
-# Of IEEE 754: bits of the fraction, and what is added to the exponent.
-_FRACTION_AND_BIAS = {32: (23, 127), 64: (52, 1023)}
+# Of IEEE 754: bits of the fraction, and what is added to the exponent; and terms of exp's series that such numbers need.
+_FRACTION_BIAS_AND_TERMS = {32: (23, 127, 7), 64: (52, 1023, 13)}
 
 
 class Lanes(types.Type):
@@ -80,29 +79,12 @@ def store(typing: Any, array: Any, row: Any, column: Any, lanes: Any) -> tuple[A
 def fill(typing: Any, number: Any) -> tuple[Any, _Code]:
     """Return a vector of `number`, `WIDTH` times."""
 
-    return Lanes(number)(number), lambda context, builder, signature, args: _fill(builder, args[0])
-
-
-@intrinsic
-def fill_like(typing: Any, a: Any, number: Any) -> tuple[Any, _Code]:
-    """Return a vector like `a` of `number`, `WIDTH` times."""
-
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _fill(builder, context.cast(builder, args[1], number, a.dtype))
+        unset = ir.Constant(ir.VectorType(args[0].type, WIDTH), ir.Undefined)
+        first = builder.insert_element(unset, args[0], ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(first, unset, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
 
-    return a(a, number), code
-
-
-def _fill(builder: Any, number: Any) -> Any:
-    unset = ir.Constant(ir.VectorType(number.type, WIDTH), ir.Undefined)
-    first = builder.insert_element(unset, number, ir.Constant(ir.IntType(32), 0))
-    return builder.shuffle_vector(first, unset, ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH))
-
-
-@intrinsic
-def bits_of(typing: Any, a: Any) -> tuple[Any, _Code]:
-    """Return how many bits a number of `a` has."""
-    return types.intp(a), lambda context, builder, signature, args: context.get_constant(types.intp, a.dtype.bitwidth)
+    return Lanes(number)(number), code
 
 
 def _call(builder: Any, name: str, dtype: Any, result: Any, args: Any, **how: Any) -> Any:
@@ -130,43 +112,6 @@ def negative(typing: Any, a: Any) -> tuple[Any, _Code]:
 
 
 @intrinsic
-def divide(typing: Any, a: Any, b: Any) -> tuple[Any, _Code]:
-    """Return a / b."""
-    return a(a, b), lambda context, builder, signature, args: builder.fdiv(*args)
-
-
-@intrinsic
-def rint(typing: Any, a: Any) -> tuple[Any, _Code]:
-    """Return the nearest whole numbers."""
-    return a(a), lambda context, builder, signature, args: _call(builder, "rint", a.dtype, args[0].type, args)
-
-
-@intrinsic
-def clip(typing: Any, a: Any, low: Any, high: Any) -> tuple[Any, _Code]:
-    """Return `a` held between the vectors `low` and `high`; NaN stays NaN."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value, least, most = args
-        value = builder.select(builder.fcmp_ordered("<", value, least), least, value)
-        return builder.select(builder.fcmp_ordered(">", value, most), most, value)
-
-    return a(a, low, high), code
-
-
-@intrinsic
-def power_of_two(typing: Any, a: Any) -> tuple[Any, _Code]:
-    """Return 2 to the power of `a`, whole numbers that a normal exponent can be."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        fraction, bias = _FRACTION_AND_BIAS[a.dtype.bitwidth]
-        whole = ir.VectorType(ir.IntType(a.dtype.bitwidth), WIDTH)
-        exponent = builder.add(builder.fptosi(args[0], whole), ir.Constant(whole, [bias] * WIDTH))
-        return builder.bitcast(builder.shl(exponent, ir.Constant(whole, [fraction] * WIDTH)), args[0].type)
-
-    return a(a), code
-
-
-@intrinsic
 def total(typing: Any, a: Any) -> tuple[Any, _Code]:
     """Return the sum of the numbers of `a`."""
 
@@ -176,6 +121,37 @@ def total(typing: Any, a: Any) -> tuple[Any, _Code]:
         return _call(builder, "vector.reduce.fadd", a.dtype, number, [zero, *args], fastmath=("reassoc",))
 
     return a.dtype(a), code
+
+
+@intrinsic
+def sigmoid(typing: Any, scores: Any, heights: Any) -> tuple[Any, _Code]:
+    """Return ``heights / (1 + exp(-scores))`` of vectors, within some roundings; scores count as 80 beyond that."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector, bits = args[0].type, scores.dtype.bitwidth
+        fraction, bias, last = _FRACTION_BIAS_AND_TERMS[bits]
+
+        def constant(number: float, kind: Any = vector) -> Any:
+            return ir.Constant(kind, [number] * WIDTH)
+
+        def multiply_add(a: Any, b: Any, c: Any) -> Any:
+            return _call(builder, "fmuladd", scores.dtype, vector, [a, b, c])
+
+        x = builder.fneg(args[0])
+        for sign, bound in (("<", constant(-80.0)), (">", constant(80.0))):  # NaN stays NaN
+            x = builder.select(builder.fcmp_ordered(sign, x, bound), bound, x)
+        # exp(x) is 2**n exp(r), n whole and r within half of log(2), whose first part has few bits, for an exact product.
+        n = _call(builder, "rint", scores.dtype, vector, [multiply_add(x, constant(1 / math.log(2)), constant(0.0))])
+        r = multiply_add(n, constant(2.1219444005469058e-4), multiply_add(n, constant(-0.693359375), x))
+        series = constant(1 / math.factorial(last))
+        for k in range(last - 1, -1, -1):
+            series = multiply_add(series, r, constant(1 / math.factorial(k)))
+        whole = ir.VectorType(ir.IntType(bits), WIDTH)
+        exponent = builder.shl(builder.add(builder.fptosi(n, whole), constant(bias, whole)), constant(fraction, whole))
+        power = builder.bitcast(exponent, vector)
+        return builder.fdiv(args[1], multiply_add(series, power, constant(1.0)))
+
+    return scores(scores, heights), code
 
 
 # --- rows --------------------------------------------------------------------------------------------------------------
@@ -302,18 +278,3 @@ def add_products(into: np.ndarray, anew: bool, weights: np.ndarray, rows: np.nda
             store(into, k + 1, d, s1)
             store(into, k + 2, d, s2)
             store(into, k + 3, d, s3)
-
-
-@compile_inlined
-def sigmoid(scores: Any, height: Any) -> Any:
-    """Return ``height / (1 + exp(-scores))`` of vectors, within some roundings; scores count as 80 beyond that."""
-    one = fill_like(scores, 1)
-    x = clip(negative(scores), fill_like(scores, -80), fill_like(scores, 80))
-    # exp(x) is 2**n exp(r), n whole and r within half of log(2). Of this the first part has few bits, for an exact product.
-    n = rint(mul_add(x, fill_like(scores, 1.4426950408889634), fill_like(scores, 0)))
-    r = mul_add(n, fill_like(scores, 2.1219444005469058e-4), mul_add(n, fill_like(scores, -0.693359375), x))
-    last = 7 if bits_of(scores) == 32 else 13
-    series = fill_like(scores, _TAYLOR[last])
-    for k in range(last - 1, -1, -1):
-        series = mul_add(series, r, fill_like(scores, _TAYLOR[k]))
-    return divide(height, mul_add(series, power_of_two(n), one))

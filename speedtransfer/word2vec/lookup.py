@@ -89,15 +89,14 @@ def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
     if not unknown:
         return [row_of[word] for word in words]
     frequent = list(row_of)[:_SUGGEST_FROM]
-    nears = [difflib.get_close_matches(str(word), frequent, n=3, cutoff=0.7) for word in unknown[:_SUGGEST_FOR]]
-    hints = [f" (did you mean {' or '.join(map(repr, near))}?)" if near else "" for near in nears]
-    named = [f"{word!r}{hint}" for word, hint in zip(unknown, hints, strict=False)]
-    named += map(repr, unknown[_SUGGEST_FOR:_SHOW_WORDS])
+    named = list(map(repr, unknown[:_SHOW_WORDS]))
+    for number, word in enumerate(unknown[:_SUGGEST_FOR]):
+        if near := difflib.get_close_matches(word, frequent, n=3, cutoff=0.7):
+            named[number] += f" (did you mean {' or '.join(map(repr, near))}?)"
     more = f" and {len(unknown) - _SHOW_WORDS} more" if len(unknown) > _SHOW_WORDS else ""
     verb = "is" if len(unknown) == 1 else "are"
-    raise UnknownWordError(
-        f"{', '.join(named)}{more} {verb} not among the {len(row_of)} words; check spelling and case", unknown
-    )
+    said = f"{', '.join(named)}{more} {verb} not among the {len(row_of)} words; check spelling and case"
+    raise UnknownWordError(said, unknown)
 
 
 def lengths(matrix: np.ndarray) -> np.ndarray:

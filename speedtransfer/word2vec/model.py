@@ -17,7 +17,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import Exchange, exchange_of
-from speedtransfer.tables import row_chunks
+from speedtransfer.tables import PathLike, row_chunks
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.places import Block, Places
@@ -25,7 +25,6 @@ from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.subwords import NgramVectors, Subwords
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-_TABLE_NAMES = ("input", "output")
 _WORDS_AT_ONCE = 1 << 12  # whose vectors are put together
 
 
@@ -67,9 +66,8 @@ class Word2Vec(nn.Module):
             )
         self.subwords = Subwords(list(words), buckets, settings.min_n, settings.max_n) if buckets else None
         generator = torch.Generator().manual_seed(settings.seed)
-        self._files = TableFiles(settings.path)
-        self._group = process_group
-        self._files.check_none()
+        self._path, self._group = settings.path, process_group
+        check_no_tables(settings.path)
         try:
             if settings.path is not None:
                 with storage_error(f"cannot make folder {str(settings.path)!r}", "choose another path"):
@@ -83,7 +81,7 @@ class Word2Vec(nn.Module):
             raise
 
     def _make_table(self, name: str, num_rows: int, settings: Settings) -> Embedding:
-        path, device = self._files.paths.get(name), resolve_device(settings.device)
+        path, device = table_files(settings.path).get(name), resolve_device(settings.device)
         table = _ZeroEmbedding(
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),
@@ -94,7 +92,7 @@ class Word2Vec(nn.Module):
 
     def discard(self) -> None:
         """Remove the table files that this model made, if any. The model itself keeps working, on files without a name."""
-        self._files.remove()
+        remove_tables(self._path)
 
     @torch.no_grad()
     def deposit_gradients(self, block: Block, with_loss: bool = True, rate: float | None = None) -> BlockGradients:
@@ -191,20 +189,14 @@ class SharedVectors:
         self._model, self._exchange = model, exchange
         self.shape, self.dtype = (model.num_words, model.dim), np.dtype(np.float32)
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
     def __getitem__(self, words: slice) -> np.ndarray:
-        start, stop, _ = words.indices(len(self))
+        start, stop, _ = words.indices(self.shape[0])
         self._exchange.agree("reads all rows", [stop])
         return self._model.some_vectors(start, stop).numpy()
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        for start in range(0, len(self), _WORDS_AT_ONCE):
+        for start in range(0, self.shape[0], _WORDS_AT_ONCE):
             yield from self[start : start + _WORDS_AT_ONCE]
-
-    def __array__(self, *args: Any, **options: Any) -> np.ndarray:
-        return self[:]
 
     def end(self) -> None:
         """Let the others go."""
@@ -216,29 +208,27 @@ class SharedVectors:
             self._model.some_vectors(0, 0)
 
 
-class TableFiles:
-    """The files of a model's two tables with memory "mmap", there or not, in the folder `path`; None: there are none."""
+def table_files(folder: PathLike | None) -> dict[str, Path]:
+    """Return where the files of a model's two tables with memory "mmap" are, or would be; None: there are none."""
+    return {} if folder is None else {name: Path(folder, f"{name}.safetensors") for name in ("input", "output")}
 
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self._folder = None if path is None else Path(path)
-        self.paths = {} if path is None else {name: Path(path, f"{name}.safetensors") for name in _TABLE_NAMES}
 
-    def check_none(self) -> None:
-        """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
-        for file in self.paths.values():
-            if file.exists():
-                raise StorageError(
-                    f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
-                )
+def check_no_tables(folder: PathLike | None) -> None:
+    """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
+    for file in filter(Path.exists, table_files(folder).values()):
+        raise StorageError(
+            f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
+        )
 
-    def remove(self) -> None:
-        """Remove the files, and their folder where nothing else is in it."""
-        for file in filter(Path.exists, self.paths.values()):
-            with storage_error(f"cannot replace table {str(file)!r}", "check the permissions of its folder"):
-                file.unlink()
-        if self._folder is not None:
-            with contextlib.suppress(OSError):
-                self._folder.rmdir()
+
+def remove_tables(folder: PathLike | None) -> None:
+    """Remove the files, and their folder where nothing else is in it."""
+    for file in filter(Path.exists, table_files(folder).values()):
+        with storage_error(f"cannot replace table {str(file)!r}", "check the permissions of its folder"):
+            file.unlink()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
 
 
 class _ZeroEmbedding(Embedding):

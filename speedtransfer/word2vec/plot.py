@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Sequence
 from itertools import islice, zip_longest
@@ -10,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.drawing import INK, require_matplotlib
+from speedtransfer.drawing import require_matplotlib
 from speedtransfer.errors import InvalidValueError, check_png, check_size
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
+from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.lookup import TINY, find_rows
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -22,13 +22,7 @@ _ROUNDS = 400  # of moving labels apart
 _PERPLEXITY = 12.0  # about how many neighbours of a word count; fewer of few words
 
 
-def plot(
-    vectors: Vectors,
-    path: str | os.PathLike[str],
-    num_words: int = 200,
-    title: str | None = None,
-    words: Sequence[str] | None = None,
-) -> None:
+def plot(vectors: Vectors, path: PathLike, num_words: int = 200, words: Sequence[str] | None = None) -> None:
     """Draw the first `num_words` words, the most frequent where `train` made the vectors, or those near `words`, as a map.
 
     The font is matplotlib's own: letters it lacks (Chinese, for instance) show as boxes. `path` is a PNG file; an old one
@@ -45,7 +39,7 @@ def plot(
     figure.set_layout_engine("none")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # one for every letter the font lacks
-        _draw(figure, [vectors.words[row] for row in rows], neighbour_map(vectors.matrix[rows]), num_bold, title)
+        _draw(figure, [vectors.words[row] for row in rows], neighbour_map(vectors.matrix[rows]), num_bold)
         with replace_file(path) as file:
             figure.savefig(file, format="png")
 
@@ -64,7 +58,9 @@ def _around(vectors: Vectors, words: Sequence[str], num_words: int) -> np.ndarra
     return np.array(find_rows(list(islice(dict.fromkeys([*words, *in_turn]), num_words)), vectors._row_of))
 
 
-def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title: str | None) -> None:
+def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int) -> None:
+    from matplotlib.colors import hsv_to_rgb
+
     axes, frame = figure.add_axes((0.0, 0.0, 1.0, 1.0)), (_WIDTH_INCH * _DPI, _HEIGHT_INCH * _DPI)
     axes.set_axis_off()
     axes.set_xlim(0, frame[0])
@@ -72,7 +68,10 @@ def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title
     size = float(np.clip(190 / np.sqrt(len(words)), 7, 13))
     # Frequent words stand out by size and weight: a map without them reads as a cloud.
     rank = np.arange(len(words)) / max(len(words) - 1, 1)
-    colours = _colours(place)
+    # Regions of the map get a hue of their own: it turns with the direction from the middle.
+    x, y = (place - place.mean(axis=0)).T
+    hues = np.arctan2(y, x) / (2 * np.pi) % 1
+    colours = hsv_to_rgb(np.stack([hues, np.full_like(hues, 0.85), np.full_like(hues, 0.62)], axis=1))
     labels = [
         axes.text(
             0, 0, word, color=colours[i], fontsize=size * (1.35 - 0.5 * rank[i]), ha="center", va="center",
@@ -81,28 +80,15 @@ def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title
         for i, word in enumerate(words)
     ]  # fmt: skip
     renderer = figure.canvas.get_renderer()
-    boxes = np.array(
-        [[box.width + 10, box.height + 5] for box in (label.get_window_extent(renderer) for label in labels)]
-    )
+    found = [label.get_window_extent(renderer) for label in labels]
+    boxes = np.array([[box.width + 10, box.height + 5] for box in found])
     # The map is stretched over the picture, with room for half a label at the rim.
     rim = boxes.max(axis=0) / 2 + 40
     low, high = place.min(axis=0), place.max(axis=0)
     share = np.where(high > low, (place - low) / np.where(high > low, high - low, 1), 0.5)
     centers = rim + share * (np.array(frame) - 2 * rim)
-    for label, (x, y) in zip(labels, spread_labels(centers, boxes, frame), strict=True):
-        label.set_position((x, y))
-    if title:
-        axes.text(24, frame[1] - 24, title, color=INK, fontsize=13, ha="left", va="top", parse_math=False)
-
-
-def _colours(place: np.ndarray) -> list[tuple[float, float, float]]:
-    """Return a colour a word that turns with the direction from the middle: regions of the map get a hue of their own."""
-    from matplotlib.colors import hsv_to_rgb
-
-    offset = place - place.mean(axis=0)
-    hue = (np.arctan2(offset[:, 1], offset[:, 0]) / (2 * np.pi)) % 1.0
-    rgb = hsv_to_rgb(np.stack([hue, np.full_like(hue, 0.85), np.full_like(hue, 0.62)], axis=1))
-    return [tuple(map(float, colour)) for colour in rgb]  # type: ignore[misc]
+    for label, place in zip(labels, spread_labels(centers, boxes, frame), strict=True):
+        label.set_position(place)
 
 
 # --- where words stand ---------------------------------------------------------------------------------------------------

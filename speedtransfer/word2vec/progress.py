@@ -1,4 +1,4 @@
-"""What a training run shows: a bar or a line every ten seconds, and warnings where it trains little; signals that end it."""
+"""What a training run shows: how far it is, and warnings where it trains little; signals that end it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,12 +29,6 @@ _MAX_RATE_RATIO = 8.0  # to the usual rate, either way: some corpora and models 
 _MIN_LOSS_RATIO = 0.99  # to the loss of untrained vectors: above it little has been learned
 _MAX_LOSS_RATIO = 1.01  # to the same: batches differ by less
 _MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
-_MEAN_DECAY = 0.95  # of the running mean, from one measurement to the next
-
-
-def format_loss(loss: float) -> str:
-    """Return a loss with three decimals, or short where training has blown it up."""
-    return f"{loss:.3f}" if loss < 1e6 else f"{loss:.3g}"
 
 
 class TrainingProgress:
@@ -41,49 +36,40 @@ class TrainingProgress:
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False) if console is None else console
-        self._enabled = enabled
-        self._bar: Progress | None = None
-        self._last_line = time.monotonic()
+        self._enabled, self._last_line = enabled, time.monotonic()
+        self._status: Status | None = None
 
     def __enter__(self) -> TrainingProgress:
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            facts = TextColumn("{task.fields[facts]}")
-            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), facts, TimeRemainingColumn()
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._task = self._bar.add_task("reading", total=None, facts="")
-            self._bar.start()
+            self._status = self._console.status("reading")
+            self._status.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
 
     def log(self, text: str) -> None:
-        """Write a line, above the bar if there is one."""
+        """Write a line that stays."""
         self._console.print(printable(text), markup=False)
 
     def reading(self, num_words: int) -> None:
         """Show that `num_words` words of the corpus have been read."""
-        if self._bar is not None:
-            self._bar.update(self._task, facts=f"{num_words:,} words")
-        elif self._line_is_due():
-            self.log(f"reading: {num_words:,} words")
+        self._show(f"reading: {num_words:,} words")
 
     def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
         """Show the state of training: an `epoch` such as "epoch 2/5", the `share` that is done, and how long it goes on."""
-        facts = f"{words_per_s:,.0f} words/s  loss {format_loss(loss)}"
-        if self._bar is not None:
-            self._bar.update(self._task, description=epoch, total=1.0, completed=share, facts=facts)
-        elif self._line_is_due():
-            self.log(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
+        left = timedelta(seconds=round(left_s))
+        self._show(f"{epoch}  {share:.0%}  {words_per_s:,.0f} words/s  loss {loss:.4g}  {left} left")
 
-    def _line_is_due(self) -> bool:
+    def _show(self, text: str) -> None:
         now = time.monotonic()
-        if not self._enabled or now - self._last_line < LINE_EVERY_S:
-            return False
-        self._last_line = now
-        return True
+        if self._status is not None:
+            self._status.update(text)
+        elif self._enabled and now - self._last_line >= LINE_EVERY_S:
+            self._last_line = now
+            self.log(text)
 
 
 class StopOnSignal:
@@ -119,48 +105,28 @@ class StopOnSignal:
         self._previous.clear()
 
 
+@dataclass
 class Losses:
-    """Running means of the loss per pair: `mean` over some 20 measurements, for people; `recent` over 8, for warnings."""
+    """The running mean of the loss per pair, over eight measurements or so; nan before the first."""
 
-    def __init__(self) -> None:
-        self.count, self.recent = 0, math.nan
-        self._loss_sum = self._pair_sum = 0.0
-
-    @property
-    def mean(self) -> float:
-        """Nan before the first measurement."""
-        return self._loss_sum / self._pair_sum if self._pair_sum else math.nan
+    count: int = 0
+    mean: float = math.nan
 
     def add(self, loss: float, num_pairs: float) -> None:
         """Add a measurement: the loss summed over `num_pairs` pairs."""
-        self._loss_sum = _MEAN_DECAY * self._loss_sum + loss
-        self._pair_sum = _MEAN_DECAY * self._pair_sum + num_pairs
         if num_pairs:
+            before = self.mean if self.count else loss / num_pairs
             self.count += 1
-            if self.count == 1:
-                self.recent = loss / num_pairs
-            self.recent += (loss / num_pairs - self.recent) / min(self.count, 8)
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
-        return {"loss_sum": self._loss_sum, "pair_sum": self._pair_sum, "losses": [self.count, self.recent]}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, which may hold more."""
-        self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
-        self.count, self.recent = int(state["losses"][0]), state["losses"][1]
+            self.mean = before + (loss / num_pairs - before) / min(self.count, 8)
 
 
 def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
     """Return a warning of a run with so few steps that vectors hardly move; "" where there are enough."""
     if num_steps >= FEW_STEPS:
         return ""
-    words = num_steps * block_words // (4 * FEW_STEPS)  # per block, for some hundred steps
-    fitting = 1 << max(words, 16).bit_length() - 1
-    smaller = f"a smaller block_words, such as {fitting}, or " if fitting < block_words else ""
     return (
-        f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass {smaller}more epochs than "
-        f"{epochs}"
+        f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass more epochs than {epochs}, or "
+        f"a smaller block_words than {block_words}"
     )
 
 
@@ -189,14 +155,14 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
     Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured.
     """
     chance, lr = (1 + settings.negative) * math.log(2), f"{settings.first_lr:g}"
-    if losses.count < 2 or losses.recent <= _MIN_LOSS_RATIO * chance:
+    if losses.count < 2 or losses.mean <= _MIN_LOSS_RATIO * chance:
         return ""
-    ended = f"the loss ended at {losses.recent:.4g}"
-    if losses.recent > _MAX_LOSS_RATIO * chance:
-        return f"{ended}, above the {chance:.4g} that it began with; pass a smaller lr than {lr}"
+    remedy = f"more epochs than {epochs}, a smaller block_words, or a larger lr than {lr}"
+    if losses.mean > _MAX_LOSS_RATIO * chance:
+        remedy = f"a smaller lr than {lr}"
     return (
-        f"{ended} and that of vectors which know nothing is {chance:.4g}: little was learnt; pass more epochs than {epochs}, "
-        f"a smaller block_words, or a larger lr than {lr}"
+        f"the loss ended at {losses.mean:.4g} and that of vectors which know nothing is {chance:.4g}: little was learnt; pass "
+        f"{remedy}"
     )
 
 

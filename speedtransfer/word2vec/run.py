@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number
@@ -17,24 +17,14 @@ from speedtransfer.tables import PathLike
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.evaluation import Analogies, Similarity, load_set
+from speedtransfer.word2vec.evaluation import Similarity, load_set
 from speedtransfer.word2vec.evaluation import evaluate as measure
-from speedtransfer.word2vec.model import TableFiles
+from speedtransfer.word2vec.model import check_no_tables
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import (
-    SETTINGS,
-    Settings,
-    TrainingSettings,
-    check_path,
-    check_writable,
-    settings_of,
-)
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_path, check_writable, settings_of
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 EVALUATED_WORDS = 300_000  # the most frequent ones, the default of `evaluate`
 LOG_EVERY_S = 2.0  # five figures take a third of a millisecond
@@ -47,8 +37,8 @@ class Evaluations(Callback):
     The sets are read at once; `board` draws the figures.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
-        self._sets = [(os.fspath(path), load_set(path)) for path in paths]
+    def __init__(self, paths: Sequence[PathLike], every: float, board: TensorBoard | None = None) -> None:
+        self._sets = [load_set(path) for path in paths]
         self._every = check_number(every, "evaluate_every", above=True)
         self._last_step, self._board = -1, board
 
@@ -56,7 +46,7 @@ class Evaluations(Callback):
         """Raise `InvalidValueError` where a set has too few words of the vocabulary."""
         self._progress = progress
         vectors = trainer.vectors(EVALUATED_WORDS)
-        for _, words in self._sets:
+        for words in self._sets:
             measure(vectors, words)
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102
@@ -71,31 +61,21 @@ class Evaluations(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         self._last_step = trainer.step
         vectors = trainer.vectors(EVALUATED_WORDS)  # a new object each time, as it caches lengths
-        epochs = round(trainer.step / trainer.steps_an_epoch, 3)
-        found, line = [], [f"epoch {epochs:g}"]
-        for path, words in self._sets:
+        line = [f"epoch {round(trainer.step / trainer.steps_an_epoch, 3):g}"]
+        for words in self._sets:
             try:
                 result = measure(vectors, words)
             except InvalidValueError as error:  # such as equal cosines: no reason to lose a run
                 line.append(str(error))
                 continue
-            figures = figures_of(result)
+            names = ("spearman", "pearson") if isinstance(result, Similarity) else ("accuracy", "semantic", "syntactic")
+            parts = {name: getattr(result, name) for name in names}
+            figures = {name: getattr(part, "accuracy", part) for name, part in parts.items()}
+            figures = {name: value for name, value in figures.items() if value is not None}
             line.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
             if self._board is not None:
                 self._board.draw(f"evaluation/{result.name}", figures, trainer.step)
-            used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
-            counts = {"used": used, "unknown": result.num_unknown}
-            found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **counts})
         self._progress.log("  ".join(line))
-        trainer.evaluation = found
-
-
-def figures_of(result: Similarity | Analogies) -> dict[str, float]:
-    """Return the figures of a set by name, without intervals and counts."""
-    if isinstance(result, Similarity):
-        return {"spearman": result.spearman, "pearson": result.pearson}
-    parts = {"accuracy": result.accuracy, "semantic": result.semantic.accuracy, "syntactic": result.syntactic.accuracy}
-    return {name: value for name, value in parts.items() if value is not None}
 
 
 class TensorBoard(Callback):
@@ -108,7 +88,7 @@ class TensorBoard(Callback):
         self.path = Path(path)
         import_extra("tensorboard", "curves", '"speedtransfer[tensorboard]"')
         self._writer: Any = None
-        self._last_log, self._words_before, self._seconds_before = float("-inf"), 0.0, 0.0
+        self._last_log = float("-inf")
         check_writable(self.path, "TensorBoard's files")
 
     def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
@@ -121,7 +101,6 @@ class TensorBoard(Callback):
         self._progress = progress
         with storage_error(f"cannot write TensorBoard's files to {str(self.path)!r}", "choose another folder"):
             self._writer = SummaryWriter(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
-        self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
 
     def close(self) -> None:
         """Close the files."""
@@ -145,12 +124,9 @@ class TensorBoard(Callback):
         if now - self._last_log < LOG_EVERY_S and trainer.step < trainer.num_steps:
             return
         self._last_log = now
-        words, seconds = trainer.words_done - self._words_before, trainer.elapsed_s - self._seconds_before
-        self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
-        bytes_in, bytes_out = trainer.moved_bytes
-        figures = {"loss": trainer.loss, "lr": trainer.lr, "words_per_s": words / max(seconds, 1e-9)}
+        figures = {"loss": trainer.loss, "lr": trainer.lr, "words_per_s": trainer.words_per_s}
         self.draw("train", figures, trainer.step)
-        self.draw("rows", {"bytes_in": bytes_in, "bytes_out": bytes_out}, trainer.step)
+        self.draw("rows", dict(zip(("bytes_in", "bytes_out"), trainer.moved_bytes, strict=True)), trainer.step)
 
     def draw(self, group: str, figures: Mapping[str, float], step: int) -> None:
         """Add a point to the curve of each figure."""
@@ -176,16 +152,13 @@ def remove_curves(path: Path) -> None:
 
 
 def make_callbacks(
-    settings: Settings,
-    checkpoints: Checkpoints | None = None,
-    tensorboard: PathLike | None = None,
-    evaluate: Sequence[PathLike] = (),
-    evaluate_every: float = 1.0,
-) -> list[Callback]:
+    settings: Settings, checkpoints: Checkpoints | None, tensorboard: PathLike | None, evaluate: Sequence[PathLike],
+    evaluate_every: float
+) -> list[Callback]:  # fmt: skip
     """Return the callbacks of a run, in order; raise for whatever is wrong with it before its corpus is read."""
     resolve_device(settings.device)
     if checkpoints is None or not (checkpoints.resumes or checkpoints.own_tables):
-        TableFiles(settings.path).check_none()
+        check_no_tables(settings.path)
     board = None if tensorboard is None else TensorBoard(check_path(tensorboard, "tensorboard"))
     evaluations = Evaluations(evaluate, evaluate_every, board) if evaluate else None
     # The checkpoints come after the evaluation, whose figures they save.
@@ -207,7 +180,7 @@ def train(
     progress: bool = True,
     min_count: int = Settings.min_count,
     max_words: int | None = Settings.max_words,
-    **settings: Unpack[TrainingSettings],
+    **settings: Any,
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
@@ -249,8 +222,6 @@ def train(
     sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
     if not isinstance(sets, Sequence):
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
-    for one in sets:
-        check_path(one, "evaluate")
     checkpoints = None
     if checkpoint is not None:
         checkpoints = Checkpoints(Path(check_path(checkpoint, "checkpoint")), chosen, checkpoint_every, resume)

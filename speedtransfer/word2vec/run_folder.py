@@ -31,9 +31,9 @@ from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.formats_text import Stored
-from speedtransfer.word2vec.model import SharedVectors, TableFiles
+from speedtransfer.word2vec.model import SharedVectors, remove_tables
 from speedtransfer.word2vec.plot import plot
-from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.run import make_callbacks, remove_curves
 from speedtransfer.word2vec.settings import Settings, check_writable, existing_folder
 from speedtransfer.word2vec.text import find_files
@@ -115,7 +115,7 @@ def _holds_a_run(path: Path) -> bool:
 
 def _clear(folder: Path, checkpoints: Checkpoints) -> None:
     """Remove what an earlier run left in the folder that this one does not go on from."""
-    TableFiles(folder / formats.TABLES).remove()
+    remove_tables(folder / formats.TABLES)
     remove_curves(folder / formats.BOARD)
     checkpoints.remove()
     for name in formats.OWN_FOLDERS:
@@ -145,7 +145,6 @@ def _saver(
         "steps": trainer.step,
         "of_steps": trainer.num_steps,
         "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
-        "evaluation": trainer.evaluation,
         "training_s": round(trainer.elapsed_s, 3),
         "words_per_s": round(trainer.words_per_s),
     }
@@ -205,7 +204,7 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
     show(
         f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {each}{trainer.block_words:,} words "
         f"(epochs: {trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
-        f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
+        f"{trainer.words_per_s:,.0f} words/s, loss {trainer.loss:.4g}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )
     show(printable(f"vectors: {folder / (formats.VECTORS + suffix)}"))
@@ -218,13 +217,12 @@ def run_demo(output: Path, overwrite: bool = False, settings: Settings | None = 
     settings = settings or Settings(dim=64, epochs=25)  # a small corpus: many passes
     with resources.as_file(resources.files(__package__).joinpath("corpora", "world_factbook.words.txt.gz")) as corpus:
         stop_signal = train_into(output, str(corpus), settings, overwrite=overwrite, show=show)
-    show(f"World Factbook: dim {settings.dim}, {settings.optimizer}, {settings.epochs} epochs")
     vectors, picture = Vectors.load(output), str(output / formats.PICTURE)
     for word in ("france", "coffee", "copper", "river", "march", "navy"):
         if word in vectors:
             show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
     try:
-        plot(vectors, picture, title="World Factbook: words that occur alike stand together")
+        plot(vectors, picture)
     except MissingPackageError as error:
         picture = f"none ({error})"
     show(printable(f"picture: {picture}"))

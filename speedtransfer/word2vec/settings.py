@@ -3,68 +3,53 @@
 torch is imported when settings are checked, not before: ``--help`` shows them without it.
 """
 
+# ruff: noqa: RUF009 (what is called are makers of fields)
+
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, get_args
 
 from speedtransfer.errors import (
     InvalidTypeError,
     InvalidValueError,
     StorageError,
+    check_choice,
     check_no_url,
     check_number,
     check_size,
     suggest,
 )
 
-# What gensim's Word2Vec calls settings that are here too.
-_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 Model = Literal["skipgram", "cbow"]
 Kind = Literal["text", "lines", "graph", "adjacency"]
 Memory = Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]  # `tables.MEMORIES`, and two more
 
 
-def _about(panel: str, check: Check | None, none: str | None = None, choices: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the metadata of a field: its group in ``train --help``, and the default to show there where it is None."""
-    return {"panel": panel, "check": check, "none": none, "choices": choices}
+def _setting(
+    panel: str, default: Any, check: Check | None, none: str | None = None, choices: Sequence[str] = ()
+) -> Any:
+    """Return a field: with its group in ``train --help``, and the default to show there where that is None."""
+    return field(default=default, metadata={"panel": panel, "check": check, "none": none, "choices": choices})
 
 
 def _size(panel: str, default: int | None, minimum: int, none: str | None = None) -> Any:
-    return field(default=default, metadata=_about(panel, lambda value, name: check_size(value, name, minimum), none))
+    return _setting(panel, default, partial(check_size, minimum=minimum), none)
 
 
-def _number(
-    panel: str,
-    default: float | None,
-    least: float = 0.0,
-    most: float = math.inf,
-    above: bool = False,
-    none: str | None = None,
-) -> Any:
-    def check(value: Any, name: str) -> float:
-        return check_number(value, name, least, most, above)
-
-    return field(default=default, metadata=_about(panel, check, none))
+def _number(panel: str, default: float | None, none: str | None = None, **limits: Any) -> Any:
+    return _setting(panel, default, partial(check_number, **limits), none)
 
 
-def _choice(panel: str, kind: Any) -> dict[str, Any]:
+def _choice(panel: str, default: str, kind: Any) -> Any:
     choices = get_args(kind)
-
-    def check(value: Any, name: str) -> str:
-        if not isinstance(value, str):
-            raise InvalidTypeError(f"{name} is {value!r} but must be a string; choose from {', '.join(choices)}")
-        if value not in choices:
-            raise InvalidValueError(f"{name} is {value!r}, not one of its values{suggest(value, choices)}")
-        return value
-
-    return _about(panel, check, choices=choices)
+    return _setting(panel, default, partial(check_choice, choices=choices), choices=choices)
 
 
 def _check_bool(value: Any, name: str) -> bool:
@@ -185,37 +170,35 @@ class Settings:
     """
 
     dim: int = _size("Model", 128, minimum=1)
-    optimizer: str = field(default="adamw", metadata=_about("Optimizer", _check_optimizer))
-    lr: float | None = _number("Optimizer", None, above=True, none="the optimizer's")
+    optimizer: str = _setting("Optimizer", "adamw", _check_optimizer)
+    lr: float | None = _number("Optimizer", None, "the optimizer's", above=True)
     clip: float | None = _number("Optimizer", None, above=True)
-    options: Mapping[str, Any] | None = field(default=None, metadata=_about("Optimizer", _check_options))
-    model: Model = field(default="skipgram", metadata=_choice("Model", Model))
+    options: Mapping[str, Any] | None = _setting("Optimizer", None, _check_options)
+    model: Model = _choice("Model", "skipgram", Model)
     epochs: int | None = _size("Training", None, minimum=1, none="chosen from the corpus; usually 5")
     window: int = _size("Model", 5, minimum=1)
     negative: int = _size("Model", 5, minimum=1)
     min_count: int = _size("Corpus", 5, minimum=1)
     max_words: int | None = _size("Corpus", None, minimum=2, none="all")
-    sample: float = _number("Training", 1e-3)
+    sample: float = _number("Training", 1e-3, minimum=0.0)
     buckets: int = _size("Model", 0, minimum=0)
     min_n: int = _size("Model", 3, minimum=1)
     max_n: int = _size("Model", 6, minimum=1)
-    kind: Kind = field(default="text", metadata=_choice("Corpus", Kind))
-    vocabulary: str | os.PathLike[str] | None = field(
-        default=None, metadata=_about("Corpus", check_path, none="counted")
-    )
-    divide: bool = field(default=False, metadata=_about("Corpus", _check_bool))
+    kind: Kind = _choice("Corpus", "text", Kind)
+    vocabulary: str | os.PathLike[str] | None = _setting("Corpus", None, check_path, "counted")
+    divide: bool = _setting("Corpus", False, _check_bool)
     phrases: int = _size("Corpus", 0, minimum=0)
     phrase_threshold: float = _number("Corpus", 10.0, above=True)
     walks: int = _size("Corpus", 10, minimum=1)
     walk_length: int = _size("Corpus", 80, minimum=2)
-    p: float = _number("Corpus", 1.0, 1e-4, 1e4)  # rejection sampling takes as many draws a step
-    q: float = _number("Corpus", 1.0, 1e-4, 1e4)
+    p: float = _number("Corpus", 1.0, minimum=1e-4, maximum=1e4)  # rejection sampling takes as many draws a step
+    q: float = _number("Corpus", 1.0, minimum=1e-4, maximum=1e4)
     block_words: int | None = _size("Training", None, minimum=2, none="chosen from the corpus; usually 16384")
     shared_negatives: int | None = _size("Training", None, minimum=1)
     seed: int = _size("Training", 1, minimum=0)
-    memory: Memory = field(default="auto", metadata=_choice("Memory", Memory))
-    path: str | os.PathLike[str] | None = field(default=None, metadata=_about("Memory", check_path))
-    device: Any = field(default=None, metadata=_about("Memory", None, none="cuda if there is one"))
+    memory: Memory = _choice("Memory", "auto", Memory)
+    path: str | os.PathLike[str] | None = _setting("Memory", None, check_path)
+    device: Any = _setting("Memory", None, None, "cuda if there is one")
 
     def __post_init__(self) -> None:
         for name in SETTINGS:
@@ -278,41 +261,5 @@ def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -
     """Return the settings `given` to what takes `names`, and `more`; raise InvalidTypeError for one not in `names`."""
     for name in given:
         if name not in names:
-            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
-            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
+            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{suggest(name, names)}")
     return Settings(**given, **more)
-
-
-class CorpusSettings(TypedDict, total=False):
-    """For type checkers: the settings that :class:`Corpus` takes by name only."""
-
-    kind: Kind
-    vocabulary: str | os.PathLike[str] | None
-    divide: bool
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
-    seed: int
-
-
-class TrainingSettings(CorpusSettings, total=False):
-    """For type checkers: the settings that `train` takes by name only."""
-
-    clip: float | None
-    options: Mapping[str, Any] | None
-    model: Model
-    epochs: int | None
-    window: int
-    negative: int
-    sample: float
-    buckets: int
-    min_n: int
-    max_n: int
-    block_words: int | None
-    shared_negatives: int | None
-    memory: Memory
-    path: str | os.PathLike[str] | None
-    device: Any

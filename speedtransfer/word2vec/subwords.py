@@ -135,10 +135,6 @@ class NgramVectors:
         check_ngrams(len(matrix), min_n, max_n)
         self.matrix, self.min_n, self.max_n = matrix, min_n, max_n
 
-    def __repr__(self) -> str:
-        buckets, dim = self.matrix.shape
-        return f"NgramVectors({buckets} buckets, dim={dim}, min_n={self.min_n}, max_n={self.max_n})"
-
     def __getitem__(self, word: str) -> np.ndarray:
         """Return the mean of the rows of the n-grams of `word`: float32, shape (dim,), as fastText for unseen words.
 

@@ -6,10 +6,10 @@ Also which files are whose, where several processes read a part of a corpus each
 from __future__ import annotations
 
 import codecs
-import contextlib
 import glob
 import gzip
 import hashlib
+import itertools
 import lzma
 import os
 import re
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange
-from speedtransfer.word2vec.parquet import TextColumn
+from speedtransfer.untrusted import check_file, only_storage_errors
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
+_TEXTS = 64  # of a Parquet file, read at once: each may be a long document
 SUFFIXES = (".txt", ".gz", ".xz", ".parquet")
 POINT = "reads a corpus"  # of `ranks.POINTS`
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -52,8 +54,6 @@ def name_of(source: Source) -> str:
     """Return the name of `source` for messages."""
     if isinstance(source, str | os.PathLike):
         return "standard input" if os.fspath(source) == "-" else repr(os.fspath(source))
-    if isinstance(source, list | tuple):
-        return f"the list of {len(source)} files"
     return repr(str(getattr(source, "name", "the given file")))
 
 
@@ -83,17 +83,14 @@ def find_files(source: Any) -> list[Path]:
 
 def in_all(exchange: Exchange | None, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:
     """Return what `do` returns; raise in all processes where it raises in one, or what it is `about` differs."""
-    result: Any = None
-    error: Exception | None = None
+    if exchange is None:
+        return do()
     try:
         result = do()
-    except Exception as raised:
-        error = raised
-    if exchange is None:
-        if error is not None:
-            raise error
-    else:
-        exchange.agree_on_error(POINT, error, "" if error is not None else about(result))
+    except Exception as error:
+        exchange.agree_on_error(POINT, error)
+        raise
+    exchange.agree_on_error(POINT, None, about(result))
     return result
 
 
@@ -107,14 +104,11 @@ def own_part(source: Source, exchange: Exchange) -> Source:
     if source == "-":
         raise InvalidValueError("divide is for files but the corpus is '-'; pass a folder or a pattern of files")
 
-    def listed() -> list[tuple[int, str]]:
-        return [(-os.stat(file).st_size, str(file)) for file in find_files(source)]
-
-    def digest(files: list[tuple[int, str]]) -> str:
+    def about(files: list[tuple[int, str]]) -> str:
         told = repr([(size, os.path.basename(name)) for size, name in files])
         return f"{len(files)} files to divide, {hashlib.sha256(told.encode()).hexdigest()[:12]}"
 
-    files = in_all(exchange, listed, digest)
+    files = in_all(exchange, lambda: [(-os.stat(file).st_size, str(file)) for file in find_files(source)], about)
     if len(files) < exchange.ranks:
         raise InvalidValueError(
             f"{name_of(source)} has {len(files)} files but {exchange.ranks} processes are to divide them; split them into as "
@@ -134,10 +128,9 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
 
     Raises as :class:`Corpus`, with the name of the file, and `InvalidTypeError` where `source` is no path and no binary file.
     """
-    for name, opened in _opened(source):
+    for name, file in _files(source):
         try:
-            with opened() as file:
-                yield from _cut(file, name, chunk_bytes)
+            yield from _cut(_blocks_of(file, chunk_bytes), name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise StorageError(f"{name} is damaged, or not packed as its name says ({error}); get it again") from error
         except StorageError:
@@ -146,20 +139,48 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
             raise StorageError(f"cannot read {name} ({error.strerror or error}); check its permissions") from error
 
 
-def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of each file of `source` and what opens it."""
+def _files(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each file of `source`, and its path or the open file."""
     if hasattr(source, "read"):
-        yield name_of(source), partial(contextlib.nullcontext, source)
+        yield name_of(source), source
     elif source != "-":
-        for path in find_files(source):
-            opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".parquet": TextColumn}.get(
-                path.suffix, partial(open, mode="rb")
-            )
-            yield repr(str(path)), partial(opener, path)
+        yield from ((repr(str(path)), path) for path in find_files(source))
     elif sys.stdin is None:
         raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
     else:
-        yield name_of(source), partial(contextlib.nullcontext, sys.stdin.buffer)
+        yield name_of(source), sys.stdin.buffer
+
+
+def _blocks_of(file: Any, chunk_bytes: int) -> Iterator[bytes]:
+    """Yield what an open file holds, or the one that a path names, unpacked."""
+    if not isinstance(file, Path):
+        yield from iter(partial(file.read, chunk_bytes), b"")
+    elif file.suffix == ".parquet":
+        yield from _texts(file)
+    else:
+        opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
+        with opener(file, "rb") as opened:
+            yield from _blocks_of(opened, chunk_bytes)
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """Yield the texts of a Parquet file, a line end after each, some at a time; read by pyarrow."""
+    parquet = import_extra("pyarrow.parquet", "texts in .parquet", "pyarrow")
+    check_file(path)
+    with only_storage_errors(path, "a Parquet file with a column of text"), parquet.ParquetFile(path) as table:
+        names = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+        if names == ["word"] and "count" in table.schema_arrow.names:
+            raise StorageError(
+                f"{str(path)!r} is no corpus: it is a table of words and counts, which --vocabulary takes"
+            )
+        if "text" not in names and len(names) != 1:
+            known = ", ".join(names) or "none"
+            raise StorageError(
+                f"{str(path)!r} is no corpus: its columns of strings are {known}; a corpus is one named text, or one alone"
+            )
+        for batch in table.iter_batches(_TEXTS, columns=["text" if "text" in names else names[0]]):
+            if data := "".join(f"{text}\n" for text in batch.column(0).to_pylist() if text).encode():
+                yield data
 
 
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
@@ -200,16 +221,9 @@ def decode(piece: Piece, whole: bool = True) -> str:
         ) from None
 
 
-def check(piece: Piece) -> None:
-    """Raise what `decode` would raise."""
-    if b"\0" in piece.data or not piece.data.isascii():
-        decode(piece)
-
-
-def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
+def _cut(blocks: Iterator[bytes], name: str, chunk_bytes: int) -> Iterator[Piece]:
     data, position = b"", 0
-    while True:
-        block = file.read(chunk_bytes)
+    for block in itertools.chain(blocks, [b""]):  # none: the end
         if not isinstance(block, bytes):
             raise InvalidTypeError(f"{name} gives {type(block).__name__} but a corpus is bytes; open it in mode 'rb'")
         data += block
@@ -223,6 +237,4 @@ def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
         # A byte order mark is no part of the first word.
         begin = len(_BYTE_ORDER_MARK) if position == 0 and data.startswith(_BYTE_ORDER_MARK) else 0
         yield Piece(data[begin:end], name, position + begin, not block)
-        if not block:
-            return
         data, position = data[end:], position + end

@@ -14,7 +14,7 @@ from numba import njit
 
 from speedtransfer.errors import HostMemoryError
 from speedtransfer.jit import compile_function
-from speedtransfer.word2vec.text import Source, check, iter_pieces
+from speedtransfer.word2vec.text import Source, decode, iter_pieces
 
 LINE_END = -1  # stands among the numbers of words where a sequence ends
 _FIRST_WORDS = 1 << 15
@@ -28,16 +28,10 @@ def _wide_space_bytes(data: Any, at: int) -> int:
     byte = data[at]
     if byte == 0xC2:
         return 2 if data[at + 1] == 0x85 or data[at + 1] == 0xA0 else 0
-    if byte == 0xE1:
-        return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
-    if byte == 0xE2:
-        last = data[at + 2]
-        if data[at + 1] == 0x80:
-            return 3 if last <= 0x8A or last == 0xA8 or last == 0xA9 or last == 0xAF else 0
-        return 3 if data[at + 1] == 0x81 and last == 0x9F else 0
-    if byte == 0xE3:
-        return 3 if data[at + 1] == 0x80 and data[at + 2] == 0x80 else 0
-    return 0
+    if byte < 0xE1 or byte > 0xE3:
+        return 0
+    code = (byte & 15) << 12 | (data[at + 1] & 63) << 6 | data[at + 2] & 63
+    return 3 if 0x2000 <= code <= 0x200A or code in (0x1680, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000) else 0
 
 
 @njit(inline="always")
@@ -171,11 +165,8 @@ class WordTable:
 
 
 def read_words(
-    source: Source,
-    write: Callable[[np.ndarray], None],
-    lines: bool = False,
-    report: Callable[[int], None] | None = None,
-) -> WordTable:
+    source: Source, write: Callable[[np.ndarray], None], lines: bool = False, report: Callable[[int], None] | None = None
+) -> WordTable:  # fmt: skip
     """Read `source` once, hand its words, as numbers, to `write` in order, and return the distinct words.
 
     `write` is called with int32 arrays, shape (n,): word numbers and, with `lines`, `LINE_END` where a line or a file ends;
@@ -185,7 +176,8 @@ def read_words(
     words, num_words = WordTable(), 0
     try:
         for piece in iter_pieces(source):
-            check(piece)
+            if b"\0" in piece.data or not piece.data.isascii():
+                decode(piece)  # raises where it is no text
             ids = words.number(piece.data, LINE_END if lines else 0)
             write(ids)
             num_words += len(ids) - (int(np.count_nonzero(ids == LINE_END)) if lines else 0)

@@ -82,8 +82,6 @@ class Trainer:
         Whether a signal ended `run` before the last step.
     stop_signal : int or None
         The signal, SIGINT (Ctrl-C) or SIGTERM, that came while `run` ran.
-    evaluation : list of dict
-        The last figures of each set that training is evaluated on (`callbacks.Evaluations`).
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
@@ -116,17 +114,14 @@ class Trainer:
         self.optimizer = make_optimizer(settings.optimizer, parameters, self._first_lr, options)
         self._eps = self.optimizer.defaults.get("eps")
         self.step = 0
-        # Blocks that this process trains on, and the first of them, of all that are drawn from its corpus.
-        num_blocks, self._first, self._stride = self.epochs * len(self.sampler), 0, 1
-        if not corpus.is_divided:
-            self._first, self._stride = rank, self.processes
-        self._num_blocks = max(-(-(num_blocks - self._first) // self._stride), 0)
-        self.num_steps = self._num_blocks
+        # The blocks that this process trains on, of all that are drawn from its corpus.
+        num_blocks = self.epochs * len(self.sampler)
+        self._own = range(num_blocks) if corpus.is_divided else range(rank, num_blocks, self.processes)
+        self.num_steps = len(self._own)
         if self._exchange is not None:
-            self.num_steps = int(self._exchange.agree("begins to train", [self._num_blocks]).max())
+            self.num_steps = int(self._exchange.agree("begins to train", [self.num_steps]).max())
         self.elapsed_s, self.interrupted = 0.0, False
         self.stop_signal: int | None = None
-        self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
         self._has_learned = False
         self._losses = Losses()
@@ -148,14 +143,9 @@ class Trainer:
         return self.num_steps / self.epochs
 
     @property
-    def words_done(self) -> float:
-        """Words of the text trained on, including those that the vocabulary or subsampling left out."""
-        return self.step / self.steps_an_epoch * self.corpus.num_raw_words
-
-    @property
     def words_per_s(self) -> float:
-        """`words_done` per second of training."""
-        return self.words_done / max(self.elapsed_s, 1e-9)
+        """Words of the text per second of training, including those that the vocabulary or subsampling left out."""
+        return self.step / self.steps_an_epoch * self.corpus.num_raw_words / max(self.elapsed_s, 1e-9)
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -199,8 +189,8 @@ class Trainer:
 
         Those steps are spread over the run, so that all parts of a corpus are trained on to its end.
         """
-        done, after = (-(-each * self._num_blocks // self.num_steps) for each in (step, step + 1))
-        return self._first + done * self._stride if after > done else None
+        done, after = (-(-each * len(self._own) // self.num_steps) for each in (step, step + 1))
+        return self._own[done] if after > done else None
 
     def _blown_up(self, what: str) -> InvalidValueError:
         return InvalidValueError(
@@ -256,10 +246,8 @@ class Trainer:
         self.interrupted = self.step < self.num_steps
         if self.interrupted:
             by = "" if stop.requested == signal.SIGINT else " by SIGTERM"
-            progress.log(
-                f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
-                f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
-            )
+            done = f"{self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs})"
+            progress.log(f"stopped{by} at {done}: the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts")
         elif not self._has_learned and self.processes == 1:
             raise InvalidValueError(
                 f"no word has another of the vocabulary beside it in any of {self.num_steps} blocks; pass a larger corpus, a "
@@ -284,10 +272,9 @@ class Trainer:
         return {
             "step": self.step,
             "elapsed_s": self.elapsed_s,
-            **self._losses.state(),
+            "losses": [self._losses.count, self._losses.mean],
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
-            "evaluation": self.evaluation,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -295,12 +282,11 @@ class Trainer:
         self.step, self.elapsed_s = operator.index(state["step"]), float(state["elapsed_s"])
         if not 0 <= self.step <= self.num_steps:
             raise ValueError(f"step {self.step} of {self.num_steps}")
-        self._losses.load_state(state)
+        self._losses = Losses(int(state["losses"][0]), float(state["losses"][1]))
         self._has_learned = state["has_learned"]
         if self._eps is not None and (eps := self.optimizer.param_groups[0]["eps"]) != self._eps:
             # That of a run of several processes from before `options_apart`, which goes on as it began.
             self._first_lr, self._eps = self._first_lr * (eps / self._eps), eps
-        self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too
         self._moved_before = tuple(state["moved_bytes"])

@@ -14,21 +14,9 @@ import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables.saving import check_path
-from speedtransfer.word2vec import formats
+from speedtransfer.word2vec import formats, lookup
 from speedtransfer.word2vec.formats_text import Stored
-from speedtransfer.word2vec.lookup import (
-    TINY,
-    UnknownWordError,
-    as_list,
-    check_counts,
-    check_words,
-    cosines_to,
-    find_rows,
-    lengths,
-    nearest_rows,
-    number_words,
-    unit,
-)
+from speedtransfer.word2vec.lookup import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = ["UnknownWordError", "Vectors"]
@@ -60,14 +48,14 @@ class Vectors:
         matrix = np.asarray(matrix)
         if not np.issubdtype(matrix.dtype, np.floating):
             raise InvalidTypeError(f"matrix holds {matrix.dtype} but vectors are floating-point; pass astype('f4')")
-        self.words = check_words(words)
+        self.words = lookup.check_words(words)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise InvalidValueError(
                 f"matrix has shape {matrix.shape} but there are {len(self.words)} words; pass one row a word"
             )
         self.matrix = matrix.astype(np.float32, copy=False)
-        self.counts = None if counts is None else check_counts(counts, len(self.words))
-        self._row_of = number_words(self.words)
+        self.counts = None if counts is None else lookup.check_counts(counts, len(self.words))
+        self._row_of = lookup.number_words(self.words)
 
     @property
     def dim(self) -> int:
@@ -89,15 +77,14 @@ class Vectors:
         Raises `UnknownWordError` where some have no vector; its message lists them and offers similar ones.
         """
         if isinstance(words, str):
-            row: np.ndarray = self.matrix[find_rows([words], self._row_of)[0]]
-            return row
+            return np.asarray(self.matrix[lookup.find_rows([words], self._row_of)[0]])
         words = list(words) if isinstance(words, Iterable) else [words]
-        return self.matrix[np.array(find_rows(words, self._row_of), dtype=np.int64)]
+        return self.matrix[np.array(lookup.find_rows(words, self._row_of), dtype=np.int64)]
 
     @functools.cached_property
     def norms(self) -> np.ndarray:
         """Lengths of the vectors as they were at the first use: float32, shape (len(self),)."""
-        return lengths(self.matrix)
+        return lookup.lengths(self.matrix)
 
     def similarity(self, first: str, second: str) -> float:
         """Return the cosine of two words' vectors, 0 where one is zero; unknown words raise `UnknownWordError`."""
@@ -120,22 +107,22 @@ class Vectors:
         bytes a word, whatever the dim. Raises `UnknownWordError` where words have no vector, one for all of them.
         """
         topn = check_size(topn, "topn", 1)
-        given = [(item, 1.0) for item in as_list(positive)] + [(item, -1.0) for item in as_list(negative)]
+        signed = (1.0, positive), (-1.0, negative)
+        given = [(item, sign) for sign, items in signed for item in lookup.as_list(items)]
         if not given:
             raise InvalidValueError("most_similar has no words to start from; pass a word, or positive=[...]")
-        rows = find_rows([item for item, _ in given if not isinstance(item, np.ndarray)], self._row_of)
-        row_of, direction = iter(rows), np.zeros(self.dim)
+        rows = lookup.find_rows([item for item, _ in given if isinstance(item, str)], self._row_of)
+        direction = np.zeros(self.dim)
         for item, sign in given:
-            if isinstance(item, np.ndarray):
-                if item.shape != (self.dim,):
-                    raise InvalidValueError(
-                        f"a vector has shape {item.shape} but these have dim {self.dim}; pass shape ({self.dim},)"
-                    )
-                direction += sign * item
-            else:
-                row = next(row_of)
-                direction += sign * (self.matrix[row] / max(self.norms[row], TINY))
-        near, cosines = nearest_rows(self.matrix, self.norms, direction, set(rows), topn)
+            if isinstance(item, str):
+                row = self._row_of[item]
+                item = self.matrix[row] / max(self.norms[row], lookup.TINY)
+            elif item.shape != (self.dim,):
+                raise InvalidValueError(
+                    f"a vector has shape {item.shape} but these have dim {self.dim}; pass shape ({self.dim},)"
+                )
+            direction += sign * item
+        near, cosines = lookup.nearest_rows(self.matrix, self.norms, direction, set(rows), topn)
         return [(self.words[row], cosine) for row, cosine in zip(near, cosines, strict=True)]
 
     def analogy(self, a: str, b: str, c: str, topn: int = 10) -> list[tuple[str, float]]:
@@ -161,14 +148,14 @@ class Vectors:
         `UnknownWordError`.
         """
         words, rows = self._several(words, "words")
-        vectors = self.matrix[rows] / np.maximum(self.norms[rows], TINY)[:, None]
+        vectors = self.matrix[rows] / np.maximum(self.norms[rows], lookup.TINY)[:, None]
         # Among equals gensim returns the first in the order of the alphabet.
-        return min(zip(vectors @ unit(vectors.mean(axis=0)), words, strict=True))[1]
+        return min(zip(vectors @ lookup.unit(vectors.mean(axis=0)), words, strict=True))[1]
 
     def rank(self, first: str, second: str) -> int:
         """Return which neighbour of `first` the word `second` is: 1 is the nearest; unknown words raise `UnknownWordError`."""
-        row, than = find_rows([first, second], self._row_of)
-        cosines = cosines_to(self.matrix, self.norms, self.matrix[row].astype(np.float64))
+        row, than = lookup.find_rows([first, second], self._row_of)
+        cosines = lookup.cosines_to(self.matrix, self.norms, self.matrix[row].astype(np.float64))
         limit, cosines[row] = cosines[than], -np.inf
         return int((cosines > limit).sum()) + 1
 
@@ -179,7 +166,7 @@ class Vectors:
         `UnknownWordError`. Vectors are taken at their own length.
         """
         groups = [self._several(words, name)[1] for words, name in ((first, "first"), (second, "second"))]
-        a, b = (unit(self.matrix[rows].astype(np.float64).mean(axis=0)) for rows in groups)
+        a, b = (lookup.unit(self.matrix[rows].astype(np.float64).mean(axis=0)) for rows in groups)
         return float(a @ b)
 
     def _several(self, words: Any, name: str) -> tuple[list[str], np.ndarray]:
@@ -189,7 +176,7 @@ class Vectors:
         words = list(words)
         if not words:
             raise InvalidValueError(f"{name} is empty; pass at least one word")
-        return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
+        return words, np.array(lookup.find_rows(words, self._row_of), dtype=np.int64)
 
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
+from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
-from speedtransfer.word2vec.parquet import rows_of
 from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.tokenise import WordTable, read_words
 
@@ -52,13 +54,9 @@ class Vocabulary:
 
     @classmethod
     def choose(
-        cls,
-        counts: np.ndarray,
-        take: Callable[[np.ndarray], list[str]],
-        min_count: int,
-        max_words: int | None,
+        cls, counts: np.ndarray, take: Callable[[np.ndarray], list[str]], min_count: int, max_words: int | None,
         num_distinct: int | None = None,
-    ) -> Vocabulary:
+    ) -> Vocabulary:  # fmt: skip
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
         `counts` (n,) int64 says how often word number i occurs, and `take` returns the words that have the numbers passed to
@@ -83,9 +81,6 @@ class Vocabulary:
 
     def __contains__(self, word: object) -> bool:
         return word in self._number_of
-
-    def __repr__(self) -> str:
-        return f"Vocabulary({len(self)} words, {self.num_words} occurrences)"
 
     @property
     def num_words(self) -> int:
@@ -196,7 +191,7 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
     with the line or row where the file is missing, has no words, or one twice, or something that is no word and count.
     """
     path = Path(check_path(path))
-    rows = rows_of(path) if path.suffix == ".parquet" else _text_rows(path)
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
     counts: dict[str, int] = {}
     for place, word, count in rows:
         is_word = isinstance(word, str) and (word.split() == [word] if least else word)
@@ -220,3 +215,18 @@ def _text_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
             if number > 1 or line != "word\tcount":
                 is_count = count.isdecimal() and len(count) <= _COUNT_DIGITS
                 yield f"line {number}", word, int(count) if is_count else count[:40]
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
+    parquet = import_extra("pyarrow.parquet", "tables of .parquet", "pyarrow")
+    # Engines of several processes write a folder, a file each.
+    parts, number = sorted(path.glob("*.parquet")) if path.is_dir() else [path], itertools.count(1)
+    for part in parts:
+        with only_storage_errors(part, "a table of words and counts"):
+            check_file(part)
+            with parquet.ParquetFile(part) as table:
+                if not {"word", "count"} <= set(table.schema_arrow.names):
+                    raise ValueError(f"its columns are {', '.join(table.schema_arrow.names)}, not word and count")
+                for batch in table.iter_batches(columns=["word", "count"]):
+                    for row in batch.to_pylist():
+                        yield f"row {next(number)}", row["word"], row["count"]

@@ -47,11 +47,15 @@ def read_graph(source: Source, adjacency: bool = False) -> Graph:
     """
     nodes = WordTable()
     heads, tails, weights = [], [], []
-    for some_heads, some_tails, some_weights, lone in (_iter_adjacent if adjacency else _iter_edges)(source):
-        heads.append(nodes.number(" ".join(some_heads).encode()))
-        tails.append(nodes.number(" ".join(some_tails).encode()))
-        weights.append(np.array(some_weights))
-        nodes.number(" ".join(lone).encode())
+    for lines in _iter_fields(source):
+        if adjacency:
+            pairs = [(node, neighbour) for _, (node, *neighbours) in lines for neighbour in neighbours]
+        else:
+            weights.append(np.array([_weight(fields, place) for place, fields in lines]))
+            pairs = [(fields[0], fields[1]) for _, fields in lines]
+        heads.append(nodes.number(" ".join(head for head, _ in pairs).encode()))
+        tails.append(nodes.number(" ".join(tail for _, tail in pairs).encode()))
+        nodes.number(" ".join(fields[0] for _, fields in lines if len(fields) == 1).encode())
     if not sum(map(len, heads)):
         raise InvalidValueError(f"{name_of(source)} holds no edges; pass a graph of at least one line 'node node'")
     head, tail = np.concatenate(heads).astype(np.int64), np.concatenate(tails).astype(np.int64)
@@ -69,10 +73,6 @@ def read_graph(source: Source, adjacency: bool = False) -> Graph:
     return Graph(nodes, begins, (ends % len(nodes)).astype(np.int32), summed)
 
 
-# What a block of lines holds: both ends of each edge, its weight, and nodes without an edge.
-_Edges = tuple[list[str], list[str], list[float], list[str]]
-
-
 def _iter_fields(source: Source) -> Iterator[list[tuple[str, list[str]]]]:
     """Yield lists of lines that are neither blank nor comment: where the line is, and its fields."""
     file, before = "", 0
@@ -84,66 +84,43 @@ def _iter_fields(source: Source) -> Iterator[list[tuple[str, list[str]]]]:
         before += len(lines)
 
 
-def _iter_edges(source: Source) -> Iterator[_Edges]:
-    for lines in _iter_fields(source):
-        weights = []
-        for place, fields in lines:
-            if not 2 <= len(fields) <= 3:
-                remedy = "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "fix it"
-                raise InvalidValueError(
-                    f"{place} has {len(fields)} fields, {' '.join(fields)[:40]!r}, but an edge is 'node node' or "
-                    f"'node node weight'; {remedy}"
-                )
-            weights.append(1.0 if len(fields) == 2 else _weight(fields[2], place))
-        yield [fields[0] for _, fields in lines], [fields[1] for _, fields in lines], weights, []
-
-
-def _weight(text: str, place: str) -> float:
+def _weight(fields: list[str], place: str) -> float:
+    """Return the weight of the edge in a line."""
+    if not 2 <= len(fields) <= 3:
+        remedy = "for lines of a node and its neighbours pass kind='adjacency'" if len(fields) > 3 else "fix it"
+        raise InvalidValueError(
+            f"{place} has {len(fields)} fields, {' '.join(fields)[:40]!r}, but an edge is 'node node' or "
+            f"'node node weight'; {remedy}"
+        )
     try:
-        weight = float(text)
+        weight = float(fields[2]) if len(fields) == 3 else 1.0
     except ValueError:
         weight = math.nan
     if not 0 < weight < math.inf:
         raise InvalidValueError(
-            f"{place} has the weight {text[:40]!r} but a weight is a finite number above 0; drop it"
+            f"{place} has the weight {fields[2][:40]!r} but a weight is a finite number above 0; drop it"
         )
     return weight
-
-
-def _iter_adjacent(source: Source) -> Iterator[_Edges]:
-    for lines in _iter_fields(source):
-        adjacent = [fields for _, fields in lines]
-        heads = [node for node, *neighbours in adjacent for _ in neighbours]
-        tails = [neighbour for _, *neighbours in adjacent for neighbour in neighbours]
-        yield heads, tails, [], [fields[0] for fields in adjacent if len(fields) == 1]
 
 
 def write_walks(
     graph: Graph, settings: Settings, write: Callable[[np.ndarray], None], report: Callable[[int], None] | None = None
 ) -> None:
-    """Walk from every node, `settings.walks` times in turn, and hand the walks to `write`: int32, `LINE_END` after each.
+    """Walk from every node, `settings.walks` times, and hand the walks to `write`: int32, `LINE_END` after each.
 
-    The walk of a node without edges is that node. `report` is called with the number of nodes written so far.
+    Nodes come in random order. The walk of one without edges is that node. `report` is called with the number of nodes so far.
     """
-    stepper = _Stepper(graph, settings.p, settings.q)
-    rng = np.random.default_rng(settings.seed)
-    num_nodes = 0
-    for starts in _starts(len(graph), settings, rng):
-        walks = stepper.walk(starts, settings.walk_length, rng)
-        write(walks.ravel())
-        num_nodes += int(np.count_nonzero(walks != LINE_END))
-        if report is not None:
-            report(num_nodes)
-
-
-def _starts(num_nodes: int, settings: Settings, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield nodes for walks to start from together: all nodes in random order, as often as there are walks."""
-    together = max(1, _BLOCK_STEPS // settings.walk_length)
-    rounds = max(1, together // num_nodes)
+    stepper, rng = _Stepper(graph, settings.p, settings.q), np.random.default_rng(settings.seed)
+    together, written = max(1, _BLOCK_STEPS // settings.walk_length), 0
+    rounds = max(1, together // len(graph))
     for first in range(0, settings.walks, rounds):
-        order = np.concatenate([rng.permutation(num_nodes) for _ in range(min(rounds, settings.walks - first))])
+        order = np.concatenate([rng.permutation(len(graph)) for _ in range(min(rounds, settings.walks - first))])
         for begin in range(0, len(order), together):
-            yield order[begin : begin + together]
+            walks = stepper.walk(order[begin : begin + together], settings.walk_length, rng)
+            write(walks.ravel())
+            written += int(np.count_nonzero(walks != LINE_END))
+            if report is not None:
+                report(written)
 
 
 class _Stepper:
