@@ -35,23 +35,15 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, 
     "gpu": ("What a training step takes of a GPU", "experiments"),
     "peers": ("Training steps beside other libraries", "beside others"),
     "plan_accuracy": ("Planned beside measured times of a step", "plan accuracy"),
-    "hosts": ("Planned beside measured steps of two hosts", "two hosts"),
     "saves": ("Checkpoints: saved, loaded, and written while training goes on", "checkpoints"),
     "oversized": ("Tables up to 37 times as large as memory", "oversized"),
     "idle": ("Training with dense, exact, lazy and SparseAdam's idle rows", "idle rows"),
     "word2vec": ("word2vec beside gensim: words/s and quality", "word2vec"),
     "ngram_example": ("Ways to hold the n-gram tables of a language model", "ngram example"),
-    "parallel_example": ("One process and several", "parallel example"),
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
-USUAL = (
-    *SUITES,
-    "tax",
-    "mixed",
-    "rounding",
-    "exchange",
-    "saves",
-)  # those that need neither much time nor data, root or libraries
+# Those that need neither much time nor data, root or libraries.
+USUAL = (*SUITES, "tax", "mixed", "rounding", "exchange", "saves")
 PARTIAL, QUICK = ".partial", ".quick"  # runs that take no place of a full one
 GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print
@@ -89,7 +81,10 @@ def recorded(*runs: str) -> Iterator[tuple[str, Path]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); record it again") from error
     return result
 
 
