@@ -241,7 +241,9 @@ def main(check: bool) -> int:
     others = [path for path, text in wanted.items() if _read(path) != text]
     for path in others:
         if check:
-            print(f"{path.relative_to(store.ROOT)} is not of bench/results; run `python bench/readme.py`", file=sys.stderr)
+            print(
+                f"{path.relative_to(store.ROOT)} is not of bench/results; run `python bench/readme.py`", file=sys.stderr
+            )
         else:
             path.write_text(wanted[path], encoding="utf-8")
     return int(check and bool(others))
