@@ -62,10 +62,6 @@ def group_of(title, *cases, **params):
     return Group(title, lambda: list(cases), params)
 
 
-def ours(name="ours", run=lambda: None, **given):
-    return Case(name, run, role="ours", **given)
-
-
 def failing(error):
     def run(*arguments, **options):
         raise error
@@ -118,7 +114,7 @@ def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkey
 
 
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
-    bad = ours("bad method", failing(RuntimeError("a fault")))
+    bad = Case("bad method", failing(RuntimeError("a fault")), role="ours")
     only(transfer=[group_of("a gather", bad), group_of("a scatter", Case("good method", lambda: None))])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")

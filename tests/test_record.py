@@ -86,36 +86,27 @@ def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, cod
 # --- suites -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_suite_is_measured_with_its_header(record, store, tmp_path, monkeypatch):
-    """As in a process of its own, which bench/record.py starts."""
-    group = Group("breaks", lambda: 1 / 0)
-    monkeypatch.setattr(type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about: [group]))
-    path = tmp_path / "step.json"
-    about = {"part": "step", "environment": {}, "more": 1}
-    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {}}
-    assert record.measure_here(**job) == 1
-    found = store.read(path)
-    assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
-    assert (found["complete"], found["more"], found["environment"]) == (True, 1, {})
-
-
-def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
-    """With the groups that were measured, if they are of the same code and the same options."""
+def test_a_suite_is_measured_and_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
+    """With the groups that were measured, if they are of the same code and the same options; as in a process of its own."""
     calls, path = [], tmp_path / "step.json"
     made = [Group(name, lambda name=name: calls.append(name) or []) for name in "ab"]
+    made.append(Group("breaks", lambda: 1 / 0))
     monkeypatch.setattr(
         type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about, rows, **given: made)
     )
-    about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}}
-    job = {"about": about, "path": str(path), "quick": True, "options": {"rows": 5}, "resume": True}
-    assert record.measure_here(**job, seconds=100.0) == 2, "there is nothing to go on with"
-    assert record.measure_here(**{**job, "resume": False}, seconds=100.0) == 0
-    stopped = store.read(path)
-    stopped["groups"][1]["skipped"] = "the time was up"
-    store.write(path, stopped)
+    about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}, "more": 1}
+    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {"rows": 5}, "resume": True}
+    assert record.measure_here(**job) == 2, "there is nothing to go on with"
+    assert record.measure_here(**{**job, "resume": False}) == 1
+    found = store.read(path)
+    assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
+    assert (found["complete"], found["more"], found["environment"]) == (True, 1, about["environment"])
+    found["groups"][1]["skipped"] = "the time was up"
+    store.write(path, found)
     for others in ({"rows": 6}, {"rows": 5, "rosw": 5}):
-        assert record.measure_here(**{**job, "options": others}, seconds=100.0) == 2
-    assert record.measure_here(**job, seconds=100.0) == 0
+        assert record.measure_here(**{**job, "options": others}) == 2
+    made.pop()
+    assert record.measure_here(**job) == 0
     assert calls == ["a", "b", "b"]
     assert [group["skipped"] for group in store.read(path)["groups"]] == ["", ""]
 
