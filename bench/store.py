@@ -31,17 +31,19 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, 
     "tax": ("Compute against transfer", ""),
     "mixed": ("Mixed precision by batch size: time, memory, accuracy", "mixed precision"),
     "rounding": ("What rounding rows costs: a matrix factorised down to its noise", "rounding"),
+    "exchange": ("Gradients in fewer bytes: to the same loss", "exchange"),
     "gpu": ("What a training step takes of a GPU", "experiments"),
     "peers": ("Training steps beside other libraries", "beside others"),
     "plan_accuracy": ("Planned beside measured times of a step", "plan accuracy"),
     "saves": ("Checkpoints: saved, loaded, and written while training goes on", "checkpoints"),
+    "oversized": ("Tables up to 37 times as large as memory", "oversized"),
     "idle": ("Training with dense, exact, lazy and SparseAdam's idle rows", "idle rows"),
     "word2vec": ("word2vec beside gensim: words/s and quality", "word2vec"),
     "ngram_example": ("Ways to hold the n-gram tables of a language model", "ngram example"),
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
 # Those that need neither much time nor data, root or libraries.
-USUAL = (*SUITES, "tax", "mixed", "rounding", "saves")
+USUAL = (*SUITES, "tax", "mixed", "rounding", "exchange", "saves")
 PARTIAL, QUICK = ".partial", ".quick"  # runs that take no place of a full one
 GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print

@@ -1,6 +1,6 @@
 """Gradients between processes in fewer bytes, beside tables or without: a hook of one bit a value, and block momentum.
 
-Copy this file; docs/compressed-exchange.md has what it saves. torch's own hooks (fp16, PowerSGD, post-local SGD)
+Copy this file; ``bench/experiments/exchange.py`` measures what it saves. torch's own hooks (fp16, PowerSGD, post-local SGD)
 work beside tables as they are.
 """
 
