@@ -32,7 +32,7 @@ from speedtransfer.ranks.cost import (
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 from speedtransfer.units import format_seconds
 
-# Of a collective call by gloo, beyond the network: what two processes on two cores took for it (docs/results.md, two hosts).
+# Of a collective call by gloo, beyond the network: what two processes on two cores took for it (bench/experiments/hosts.py).
 CALL_S = 1e-3
 
 
