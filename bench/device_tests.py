@@ -42,21 +42,13 @@ def run_tests(path: Path, about: dict[str, Any], limit_s: float) -> str:
     outcomes.unlink(missing_ok=True)
     start = time.monotonic()
     # Workers share the cores, and what one of them has compiled.
-    environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": ""}
-    codes = {run(one, limit_s - (time.monotonic() - start), cwd=store.ROOT, env=environment)[0] for one in commands}
+    given = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": ""}
+    codes = {run(one, limit_s - (time.monotonic() - start), **given)[0] for one in commands}
     # The others are done where a process has none to run; 1: tests failed.
     worst = None if None in codes else max((code or 0 for code in codes - {NO_TESTS_COLLECTED}), key=abs, default=0)
     if not outcomes.exists():
         return ending(worst) or "there are none"
-    found = summary(outcomes)
-    left_s, again = limit_s - (time.monotonic() - start), outcomes.with_suffix(".alone.jsonl")
-    again.unlink(missing_ok=True)
-    if found["failures"] and left_s > TEST_S:
-        # Whether they fail by themselves, or beside others.
-        run([*command, *found["failures"]], left_s, cwd=store.ROOT, env={**environment, "OUTCOMES": str(again)})
-        failures = summary(again)["failures"] if again.exists() else found["failures"]
-        found["pass_alone"] = sorted(found["failures"].keys() - failures)
-    seconds = round(time.monotonic() - start, 1)
+    found, seconds = summary(outcomes), round(time.monotonic() - start, 1)
     write(path, {**about, **found, "seconds": seconds, "complete": worst in (0, 1)})
     return f"{found['failed']} failed" if worst == 1 else ending(worst)
 
@@ -88,42 +80,32 @@ def run_sanitizer(path: Path, about: dict[str, Any], limit_s: float) -> str:
     """Run some GPU tests under compute-sanitizer, where it is installed; return what went wrong."""
     tools: dict[str, dict[str, Any]] = {}
     absent = shutil.which(SANITIZER) is None
-    result = {**about, "tools": tools, "absent": absent, "complete": absent}
     # The files with tests for it, little of each kernel: to collect all under it takes minutes.
     files = sorted((store.ROOT / "tests" / "gpu").glob("test_*.py"))
     sanitized = [path.relative_to(store.ROOT).as_posix() for path in files if MARK in path.read_text()]
-    write(path, result)
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
         command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), sys.executable]
-        command += ["-m", "pytest", "-q", "-m", "sanitizer", *(sanitized or ["tests/gpu"])]
-        # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
-        environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        command += ["-m", "pytest", "-q", "-m", "sanitizer", *sanitized]
         start = time.monotonic()
-        code, output = run(command, (end - start) / (len(TOOLS) - number), cwd=store.ROOT, env=environment)
-        lines = output.splitlines()
+        # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
+        code, output = run(command, (end - start) / (len(TOOLS) - number), PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        lines, seconds = output.splitlines(), round(time.monotonic() - start, 1)
         findings = [line for line in lines if line.startswith("=========")]
-        tools[tool] = {
-            "exit": code,
-            "seconds": round(time.monotonic() - start, 1),
-            "summary": [line for line in findings if "SUMMARY" in line],
-            "findings": findings[:40],
-            "tests": lines[-5:],
-            "ran": any(" passed" in line for line in lines[-20:]),
-        }
-        result["complete"] = len(tools) == len(TOOLS) and not {STOPPED, REFUSED} & {*map(verdict, tools.values())}
-        write(path, result)
-    verdicts = {tool: verdict(found) for tool, found in tools.items()}
-    return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
+        tools[tool] = {"exit": code, "seconds": seconds, "findings": findings[:40], "tests": lines[-5:]}
+        tools[tool]["verdict"] = verdict(code, lines)
+    verdicts = {tool: found["verdict"] for tool, found in tools.items()}
+    complete = not {STOPPED, REFUSED} & {*verdicts.values()}
+    write(path, {**about, "tools": tools, "absent": absent, "complete": complete})
+    return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text != "clean")
 
 
-def verdict(found: dict[str, Any]) -> str:
-    code, summary = found["exit"], found["summary"]
+def verdict(code: int | None, lines: list[str]) -> str:
+    """Return what a tool has found, by its exit code and its output."""
+    summary = [line for line in lines if line.startswith("=========") and "SUMMARY" in line]
     if code is None:
         return STOPPED
-    if code == NO_TESTS_COLLECTED:
-        return "no tests"
-    if not summary or (code == 0 and not found["ran"]):
+    if not summary or (code == 0 and not any(" passed" in line for line in lines[-20:])):
         return REFUSED  # the device, so that nothing starts or all tests are skipped
     if code == 0:
         return "clean"
@@ -136,7 +118,7 @@ def outcome_of(result: dict[str, Any]) -> str:
     """Return in a few words what the tests, or the sanitizer, have come to."""
     if "tools" not in result:
         return f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
-    found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
+    found = (f"{tool} {facts['verdict']}" for tool, facts in result["tools"].items())
     return f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
 
 

@@ -237,14 +237,11 @@ def tfra(data: Data) -> Peer:
     return Peer(step, tables)
 
 
-def _answer(child: subprocess.Popen[str], message: str = "") -> str:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    assert child.stderr is not None
+def _answer(child: Any, message: str = "") -> str:
     if message:
         child.stdin.write(f"{message}\n")
         child.stdin.flush()
-    line = child.stdout.readline()
+    line: str = child.stdout.readline()
     if not line:
         raise ImportError(" ".join(child.stderr.read().split())[-300:])
     return line

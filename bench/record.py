@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -65,7 +66,7 @@ def run_suite(path: Path, about: dict[str, Any], limit_s: float, task: Task) -> 
     """Measure a suite in another process; return what went wrong."""
     job = {"about": about, "path": str(path), "seconds": max(1.0, limit_s - MARGIN_S)}
     job |= {"quick": task.quick, "resume": task.resume, "options": task.options}
-    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=store.ROOT)
+    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
     return "a group failed" if code == 1 else store.ending(code)
@@ -115,43 +116,44 @@ def done_before(path: Path, about: dict[str, Any], options: dict[str, Any]) -> l
 
     try:
         old = read(path)
-        ways = ([one["environment"].get(name) for name in ("commit", "dirty", "versions")] for one in (old, about))
-        same = next(ways) == next(ways) and old["options"] == options
-        done = [group for group in groups_of(old) if not group.skipped]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InvalidValueError(f"cannot read {str(path)!r} ({error!r}); drop --resume to start over") from error
-    if not same:
+    same = ("commit", "dirty", "versions")
+    if old["options"] != options or any(
+        old["environment"].get(name) != about["environment"].get(name) for name in same
+    ):
         raise InvalidValueError(f"{str(path)!r} is of another commit or of other options; drop --resume to start over")
-    return done
+    return [group for group in groups_of(old) if not group.skipped]
 
 
 def record_part(number: int, quick: bool, total_s: float, archive: Path | None = None) -> int:
     """Run a part of `make gpu`; `total_s` is the most it may take, in place of its own time."""
     from speedtransfer.system import physical_bytes
 
-    seconds = min(total_s, PART_S)
-    folder = store.folder_of(store.header("")["environment"]["device"]) / "cache"
+    seconds, cache = min(total_s, PART_S), device_folder() / "cache"
     room = min(HOST_BYTES[number], physical_bytes() or HOST_BYTES[number])
     os.environ.setdefault("SPEEDTRANSFER_HOST_BYTES", f"{room:.0f}")
-    os.environ.setdefault("SPEEDTRANSFER_CACHE", str(folder))
-    os.environ.setdefault("CUPY_CACHE_DIR", str(folder / "cupy"))
+    os.environ.setdefault("SPEEDTRANSFER_CACHE", str(cache))
+    os.environ.setdefault("CUPY_CACHE_DIR", str(cache / "cupy"))
     tasks = [Task(one.name, one.limit_s * seconds / PART_S, one.quick or quick) for one in GPU_PARTS[number]]
     return record(tasks, STARTED + seconds - SPARE_S, archive, f"part{number}")
+
+
+def device_folder() -> Path:
+    return store.folder_of(store.header("")["environment"]["device"])
 
 
 def record(tasks: Sequence[Task], end: float, archive: Path | None = None, label: str = "parts") -> int:
     """Run `tasks` until `end`; write their results, also into `archive`; return 1 after failures, else 0."""
     problems: dict[str, str] = {}
-    folder = store.folder_of(store.header("")["environment"]["device"])
+    folder = device_folder()
+    keep = functools.partial(pack, archive, folder) if archive is not None else lambda: None
     with contextlib.ExitStack() as stack:
         stack.callback(store.logs.clear)
-        stack.callback(pack, archive, folder)
+        stack.callback(keep)
         for path in (folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])):
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                store.logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
-            except OSError as error:
-                print(f"cannot write {path}: {error}", file=sys.stderr)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            store.logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
         for task in tasks:
             limit = min(task.limit_s, end - time.monotonic())
             if limit < 5:
@@ -159,13 +161,13 @@ def record(tasks: Sequence[Task], end: float, archive: Path | None = None, label
                 continue
             store.log(f"--- {task.name}, {limit:.0f} s at most\n")
             problem = _run_task(task, limit)
-            pack(archive, folder)
+            keep()
             if problem:
                 problems[task.name] = problem
             store.log(f"--- {task.name}: {problem or 'done'}\n")
         status()
         for name, problem in problems.items():
-            store.log(f"{name}: {problem}\n", sys.stderr)
+            print(f"{name}: {problem}", file=sys.stderr)
     return int(bool(problems))
 
 
@@ -187,13 +189,10 @@ def _run_task(task: Task, limit_s: float) -> str:
     return problem
 
 
-def pack(archive: Path | None, folder: Path) -> None:
+def pack(archive: Path, folder: Path) -> None:
     """Put the results, plots, logs and caches of `folder` into a file, to be unpacked at the root of another copy."""
-    if archive is None:
-        return
     new = archive.with_name(archive.name + ".new")  # an interrupted write leaves the old one
     try:
-        archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(new, "w:gz") as file:
             for path in (path for name in ("*.json", "*.png", "logs", "cache") for path in sorted(folder.glob(name))):
                 file.add(path, path.relative_to(store.ROOT).as_posix())
@@ -206,24 +205,18 @@ def status() -> int:
     """Print every result with its date, its commit and its outcome, and the tests that no GPU has run."""
     device, passed = "", set[str]()
     for part, path in store.recorded("", PARTIAL, QUICK):
-        try:
-            result = read(path)
-            facts = result["environment"]
-            commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
-            row = f"{part:16}  {facts['date'][:10]}  {commit:20}  {outcome(part, result)}"
-            found, files = facts["device"], result["files"] if part == "tests" and facts["cuda"] else ()
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            row, found, files = f"{part:16}  unreadable ({type(error).__name__}); record it again", path.parent.name, ()
-        print(*([f"\n{found}"] if found != device else []), row, sep="\n")
-        device = found
-        passed |= set(files)
+        result = read(path)
+        facts = result["environment"]
+        commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
+        row = f"{part:16}  {facts['date'][:10]}  {commit:20}  {outcome(part, result)}"
+        print(*([f"\n{facts['device']}"] if facts["device"] != device else []), row, sep="\n")
+        device = facts["device"]
+        passed |= set(result["files"]) if part == "tests" and facts["cuda"] else set()
     if not device:
         print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
         return 0
-    never = sorted({path.stem for path in (store.ROOT / "tests" / "gpu").glob("test_*.py")} - passed)
-    if never:
-        files = (f"tests/gpu/{name}.py" for name in never)
-        print("\nno recorded run on a GPU has passed a test of", *files, sep="\n  ")
+    if never := sorted({path.stem for path in (store.ROOT / "tests" / "gpu").glob("test_*.py")} - passed):
+        print("\nno recorded run on a GPU has passed a test of", *never, sep="\n  ")
     return 0
 
 
@@ -240,12 +233,13 @@ def outcome(part: str, result: dict[str, Any]) -> str:
     return text + (", quick" if result.get("quick") else "") + ("" if result["complete"] else ", INCOMPLETE")
 
 
-def number(text: str) -> Any:
-    """Return the number that a text is, else the text."""
+def setting(text: str) -> tuple[str, Any]:
+    """Return the name and the value of NAME=VALUE, a number where it is one."""
+    name, _, value = text.partition("=")
     try:
-        return json.loads(text)
+        return name, json.loads(value)
     except ValueError:
-        return text
+        return name, value
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -255,7 +249,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join((*CHECKS, *MEASURED))}")
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples")
     parser.add_argument("--resume", action="store_true", help="go on with what a stopped run of a suite has left")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="for the suite")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], type=setting, metavar="NAME=VALUE", help="for the suite"
+    )
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
     parser.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home")
@@ -278,8 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)
-    options = {name: number(text) for name, _, text in (given.partition("=") for given in args.set)}
-    tasks = [Task(part, args.limit, args.quick, args.resume, options) for part in only]
+    tasks = [Task(part, args.limit, args.quick, args.resume, dict(args.set)) for part in only]
     return record(tasks, time.monotonic() + args.total, archive=args.archive)
 
 

@@ -3,8 +3,8 @@
 A run that is under way or was interrupted has its own in ``<part>.partial.json``, a quick one in ``<part>.quick.json``:
 neither takes the place of a complete one. Each names its commit: ``git log COMMIT.. -- PATH`` tells what has changed since.
 
-And what scripts share: processes with a time limit, examples. The package is imported where it is needed: a process that
-measures gensim must not hold it in memory.
+And processes with a time limit. The package is imported where it is needed: a process that measures gensim must not hold it
+in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 # Also where the package is not installed.
@@ -41,17 +41,10 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, 
     "idle": ("Training with dense, exact, lazy and SparseAdam's idle rows", "idle rows"),
     "word2vec": ("word2vec beside gensim: words/s and quality", "word2vec"),
     "ngram_example": ("Ways to hold the n-gram tables of a language model", "ngram example"),
-    "parallel_example": ("One process and several", "parallel example"),
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
-USUAL = (
-    *SUITES,
-    "tax",
-    "mixed",
-    "rounding",
-    "exchange",
-    "saves",
-)  # those that need neither much time nor data, root or libraries
+# Those that need neither much time nor data, root or libraries.
+USUAL = (*SUITES, "tax", "mixed", "rounding", "exchange", "saves")
 PARTIAL, QUICK = ".partial", ".quick"  # runs that take no place of a full one
 GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print
@@ -89,7 +82,10 @@ def recorded(*runs: str) -> Iterator[tuple[str, Path]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); record it again") from error
     return result
 
 
@@ -106,28 +102,36 @@ def write(path: Path, result: dict[str, Any]) -> None:
 # --- processes ------------------------------------------------------------------------------------------------------------
 
 
-def log(text: str, file: TextIO | None = None) -> None:
+def log(text: str) -> None:
     """Print `text`, and write it to the logs."""
-    for stream in (file or sys.stdout, *logs):
+    for stream in (sys.stdout, *logs):
         stream.write(text)
         stream.flush()
 
 
-def run(command: Sequence[str], limit_s: float, quiet: bool = False, **kwargs: Any) -> tuple[int | None, str]:
-    """Return the exit code of `command` and its output, which is shown as it comes unless it is `quiet`.
+def run(command: Sequence[str], limit_s: float, **environment: str) -> tuple[int | None, str]:
+    """Return the exit code of `command`, run at the root of the repository, and its output, which is shown as it comes.
 
     After `limit_s` it is killed with all that it has started, and the code is None; so it is when this process is stopped. It
     finds the package also where that is not installed.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **kwargs.pop("env", {})}
-    paths = (str(ROOT), str(ROOT / "bench"), environment.get("PYTHONPATH"))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    known = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    known["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "bench"), known.get("PYTHONPATH"))))
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     # A session of its own: at Ctrl-C a trainer would end early and with exit code 0.
-    options = {"text": True, "errors": "replace", "env": environment, "start_new_session": True}
-    process = subprocess.Popen(command, **pipes, **options, **kwargs)
+    process = subprocess.Popen(
+        command, text=True, errors="replace", env=known, start_new_session=True, cwd=ROOT, **pipes
+    )
     code, lines = None, list[str]()
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines, quiet), daemon=True)
+
+    def pass_on() -> None:
+        stream: Any = process.stdout
+        with stream:
+            for line in stream:
+                lines.append(line)
+                log(line)
+
+    reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,21 +148,3 @@ def run(command: Sequence[str], limit_s: float, quiet: bool = False, **kwargs: A
 
 def ending(code: int | None) -> str:
     return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
-
-
-def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
-    with stream:
-        for line in stream:
-            lines.append(line)
-            if not quiet:
-                log(line)
-
-
-def run_example(main: Callable[[list[str]], dict[str, Any]], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return what an example found; raises SpeedtransferError where it fails."""
-    from speedtransfer.errors import SpeedtransferError
-
-    try:
-        return main([word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))])
-    except SystemExit as error:
-        raise SpeedtransferError(f"the example ended early ({error})") from None

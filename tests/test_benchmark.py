@@ -144,14 +144,6 @@ LAZY, EXACT, SPARSE, DENSE, MAPPED = (
 )
 READS = ["reads of the same pages on 1 thread", "reads of the same pages on 32 threads"]
 AHEAD = ["without prefetch", *(f"prefetch, depth {depth}" for depth in (1, 2, 4)), "table in memory", *READS]
-OURS, COPIES = (
-    ["speedtransfer", "speedtransfer, check=False", "engine: host", "engine: reference"],
-    ["memcpy", "copy past the cache"],
-)
-MOVES = {
-    "gather": [*OURS, "index_select(out=)", "t[idx]", *COPIES],
-    "scatter": [*OURS, "index_copy_", "t[idx] = rows", *COPIES],
-}
 # The options of a small run, and the cases of each group. What fits beside the others in little memory depends on the rows.
 RUNS = {
     "step": ({"rows": 300}, [[LAZY, SPARSE, DENSE, MAPPED], [LAZY, SPARSE], [LAZY], [LAZY, EXACT, SPARSE, BY_HAND],
@@ -160,7 +152,6 @@ RUNS = {
     "precision": ({"rows": 300}, [[form.name for form in precision.FORMS[::3]]]),
     "lookup": ({"rows": 500}, [[lookup.OURS, lookup.MODULE, lookup.FUNCTION]] * 3),
     "prefetch": ({"rows": ROWS}, [AHEAD]),
-    "transfer": ({"rows": 200, "table_bytes": 1 << 18}, [MOVES["gather"], MOVES["scatter"]] * 5),
 }  # fmt: skip
 
 
@@ -272,9 +263,9 @@ def test_a_training_that_goes_wrong_is_noticed():
 
 
 def test_wrong_rows_of_a_lookup_are_noticed():
-    lookups = lookup.Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
+    case = lookup.case_of("zeros", lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
     with pytest.raises(AssertionError, match="not those"):
-        lookups.check()
+        case.check()
 
 
 # --- memory -------------------------------------------------------------------------------------------------------------

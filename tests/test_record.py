@@ -54,22 +54,12 @@ def put(store, part, run="", **content):
     return path
 
 
-def listed(record, capsys):
-    """The lines that are not empty, by the cells of each."""
-    capsys.readouterr()
+def run(record, part, quick=False):
+    return record.record([record.Task(part, 100.0, quick)], time.monotonic() + 100.0)
+
+
+def test_every_recorded_result_of_this_repository_is_readable(record):
     assert record.status() == 0
-    lines = filter(None, capsys.readouterr().out.splitlines())
-    return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
-
-
-def run(record, *parts, quick=False, seconds=100.0, archive=None):
-    tasks = [record.Task(part, seconds, quick) for part in parts]
-    return record.record(tasks, time.monotonic() + seconds, archive)
-
-
-def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
-    assert record.status() == 0
-    assert "unreadable" not in capsys.readouterr().out
 
 
 # --- checks -------------------------------------------------------------------------------------------------------------
@@ -82,8 +72,8 @@ def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, cod
     tests = [("passed", "a::x"), ("passed", "b::x"), ("failed", "a::y"), ("passed", "a::y"), ("skipped", "a::z")]
     lines = [json.dumps({"test": f"tests/gpu/test_{name}", "outcome": what, "message": "why"}) for what, name in tests]
 
-    def pretend(command, limit_s, env, **others):
-        Path(env["OUTCOMES"]).write_text("\n".join(lines))
+    def pretend(command, limit_s, **given):
+        Path(given["OUTCOMES"]).write_text("\n".join(lines))
         return code, ""
 
     monkeypatch.setattr(module, "run", pretend)
@@ -96,36 +86,27 @@ def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, cod
 # --- suites -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_suite_is_measured_with_its_header(record, store, tmp_path, monkeypatch):
-    """As in a process of its own, which bench/record.py starts."""
-    group = Group("breaks", lambda: 1 / 0)
-    monkeypatch.setattr(type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about: [group]))
-    path = tmp_path / "step.json"
-    about = {"part": "step", "environment": {}, "more": 1}
-    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {}}
-    assert record.measure_here(**job) == 1
-    found = store.read(path)
-    assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
-    assert (found["complete"], found["more"], found["environment"]) == (True, 1, {})
-
-
-def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
-    """With the groups that were measured, if they are of the same code and the same options."""
+def test_a_suite_is_measured_and_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
+    """With the groups that were measured, if they are of the same code and the same options; as in a process of its own."""
     calls, path = [], tmp_path / "step.json"
     made = [Group(name, lambda name=name: calls.append(name) or []) for name in "ab"]
+    made.append(Group("breaks", lambda: 1 / 0))
     monkeypatch.setattr(
         type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about, rows, **given: made)
     )
-    about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}}
-    job = {"about": about, "path": str(path), "quick": True, "options": {"rows": 5}, "resume": True}
-    assert record.measure_here(**job, seconds=100.0) == 2, "there is nothing to go on with"
-    assert record.measure_here(**{**job, "resume": False}, seconds=100.0) == 0
-    stopped = store.read(path)
-    stopped["groups"][1]["skipped"] = "the time was up"
-    store.write(path, stopped)
+    about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}, "more": 1}
+    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {"rows": 5}, "resume": True}
+    assert record.measure_here(**job) == 2, "there is nothing to go on with"
+    assert record.measure_here(**{**job, "resume": False}) == 1
+    found = store.read(path)
+    assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
+    assert (found["complete"], found["more"], found["environment"]) == (True, 1, about["environment"])
+    found["groups"][1]["skipped"] = "the time was up"
+    store.write(path, found)
     for others in ({"rows": 6}, {"rows": 5, "rosw": 5}):
-        assert record.measure_here(**{**job, "options": others}, seconds=100.0) == 2
-    assert record.measure_here(**job, seconds=100.0) == 0
+        assert record.measure_here(**{**job, "options": others}) == 2
+    made.pop()
+    assert record.measure_here(**job) == 0
     assert calls == ["a", "b", "b"]
     assert [group["skipped"] for group in store.read(path)["groups"]] == ["", ""]
 
@@ -143,14 +124,16 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, mon
         complete.append(done)
         assert run(record, "tax", quick=quick) == 0
         assert full.read_text() == before
-    said = [line[-1].partition(", ")[2] for line in listed(record, capsys) if line[0] == "tax"]
-    assert said == ["", "INCOMPLETE", "quick"]
+    capsys.readouterr()
+    record.status()
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tax")]
+    assert [line.rpartition(" measured")[2] for line in said] == ["", ", INCOMPLETE", ", quick"]
     assert run(record, "tax") == 0
-    assert full.read_text() != before
+    before = full.read_text()
+    assert json.loads(before)["environment"]["commit"] == "abc"
     assert sorted(path.name for path in full.parent.glob("*.json")) == ["tax.json", "tax.quick.json"]
     put(store, "tax", store.PARTIAL, commit="old")
     monkeypatch.setattr(record, "run_suite", lambda *about: "stopped before it wrote anything")
-    before = full.read_text()
     assert run(record, "tax") == 1
     assert full.read_text() == before, "what an earlier run has left is not this one's"
 
@@ -162,18 +145,16 @@ def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tr
     (folder / "cache/kernels/rows.cubin").touch()
 
     def runner(path, about, limit_s, task=None):
-        if archive.exists():  # written after each task: a part that is killed loses no more than its last
+        if asked:  # written after each task: a part that is killed loses no more than its last
             with tarfile.open(archive) as file:
                 assert any(f"/{asked[-1][0]}." in name for name in file.getnames())
-        assert archive.exists() == bool(asked)
         asked.append((about["part"], round(limit_s), task and task.quick))
         record.store.log(f"this is {about['part']}\n")
-        store.write(path, {**about, **SUITE})
+        store.write(path, {**about, **SUITE, "tools": {}, "absent": True})
         return "broken"
 
     monkeypatch.setattr(record, "run_suite", runner)
-    for name in ("run_tests", "run_sanitizer"):
-        monkeypatch.setattr(importlib.import_module("device_tests"), name, runner)
+    monkeypatch.setattr(importlib.import_module("device_tests"), "run_sanitizer", runner)
     monkeypatch.setattr(record, "STARTED", time.monotonic())
     for name in ("SPEEDTRANSFER_HOST_BYTES", "SPEEDTRANSFER_CACHE", "CUPY_CACHE_DIR"):
         monkeypatch.setenv(name, "before")  # so that it is put back

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import torch
-from store import run_example
 
 from examples import ngram_lm
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.report import show_figure, show_held, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.errors import SpeedtransferError
 
 NOTE = "The loss is that of the last 20 batches, the validation that of text that was not trained on."
 COLUMNS = {
@@ -37,7 +37,11 @@ def groups(device: torch.device, quick: bool, **given: Any) -> list[Group]:
 
 
 def _measure(flags: dict[str, Any], params: dict[str, Any]) -> list[CaseResult]:
-    result = run_example(ngram_lm.main, flags)
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    try:
+        result = ngram_lm.main(words)
+    except SystemExit as error:
+        raise SpeedtransferError(f"the example ended early ({error})") from None
     params |= {**result["settings"], **{name: result[name] for name in ("data", "vocabulary", "tokens", "comparisons")}}
     cases = []
     for name, found in result["contenders"].items():

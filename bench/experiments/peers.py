@@ -19,7 +19,6 @@ from torch import nn
 from speedtransfer import Embedding, EmbeddingBag
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import CaseResult, GroupResult
 
 NOTE = (
     "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one, looked "
@@ -46,10 +45,6 @@ QUICK = (tables.Shape(1, 2_000, 16, 512), tables.Shape(3, 1_000, 8, 64), tables.
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------------
-
-
-def describe(group: GroupResult, case: CaseResult) -> str:
-    return ""
 
 
 class Contender(NamedTuple):

@@ -7,6 +7,7 @@ what that makes. No times: ``python bench/record.py here --only rounding``.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -106,7 +107,7 @@ def drawn(settings: Settings, seed: int) -> Entries:
 def _batches(entries: Entries, settings: Settings, seed: int) -> Iterator[Entries]:
     draw = torch.Generator().manual_seed(seed + 1)
     while True:
-        for places in torch.randperm(len(entries.value), generator=draw).split(settings.batch):
+        for places in torch.randperm(len(entries.value), generator=draw).to(entries.value.device).split(settings.batch):
             yield entries.some(places)
 
 
@@ -124,9 +125,8 @@ def train(options: dict[str, Any], settings: Settings, seed: int, device: torch.
     def loss_of(some: Entries) -> Tensor:
         return ((left(some.left) * right(some.right)).sum(1) - some.value).square().mean()
 
-    host = Entries(*(part.cpu() for part in entries))
-    for _, some in zip(range(settings.steps), _batches(host, settings, seed), strict=False):
-        loss_of(Entries(*(part.to(device) for part in some))).backward()
+    for some in itertools.islice(_batches(entries, settings, seed), settings.steps):
+        loss_of(some).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import speedtransfer as st
-from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.measure import Group, synchronize
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.ranks.zipf import draw_ids
 
 NOTE = (
     "One table of 64 float32 columns with AdamW, so three planes, in ordinary memory; 4,096 Zipf ids a step (exponent 1.05). "
@@ -26,7 +28,7 @@ NOTE = (
     "cores the thread that saves takes one of those that a step has. A delta is of ten steps."
 )
 BY = ("rows", "rows")
-DIM, IDS, PLANES = 64, 4096, 3
+DIM, IDS, PLANES, EXPONENT = 64, 4096, 3, 1.05
 STEP, MEANWHILE, SAVE, LOAD = "a step", "a step while it is saved", "saved, training stopped", "loaded"
 DELTA, APPLIED = "a delta saved", "a delta applied"
 BACKGROUND, WRITTEN, READ = "saved in the background", "as many bytes written and synced", "as many bytes read"
@@ -48,8 +50,7 @@ def about(groups: list[GroupResult]) -> list[str]:
     """Return what a step takes while a checkpoint is saved, as multiples of one alone."""
     found = []
     for group in groups:
-        cases = {case.name: case for case in group.cases}
-        alone, meanwhile = cases[STEP], cases[MEANWHILE]
+        alone, meanwhile = group.by_name[STEP], group.by_name[MEANWHILE]
         found.append(
             f"{group.params['rows']:,} rows, {series(group)}: a step takes {meanwhile.median_s / alone.median_s:.2f} times as "
             f"long while a checkpoint is saved, and at worst {max(meanwhile.samples_s) / alone.median_s:,.0f} times"
@@ -74,24 +75,22 @@ def _measure(rows: int, idle: Any, device: torch.device, seed: int) -> list[Case
     torch.manual_seed(seed)
     emb = st.Embedding(rows, DIM, idle=idle, device=device)
     opt, head = torch.optim.AdamW(emb.parameters()), torch.randn(DIM, device=device)
-    ranks = torch.arange(1, rows + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
-    draw = torch.Generator().manual_seed(seed)
+    draw = np.random.default_rng(seed)
 
     def step() -> float:
-        ids = torch.searchsorted(ranks, torch.rand(IDS, generator=draw, dtype=torch.float64) * ranks[-1]).to(device)
+        ids = torch.from_numpy(draw_ids(rows, EXPONENT, IDS, draw)).to(device)
         start = time.perf_counter()
         (emb(ids) @ head).square().mean().backward()
         opt.step()
         opt.zero_grad()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     for _ in range(5):
         step()
     alone = [step() for _ in range(_STEPS)]
     num_bytes = PLANES * rows * DIM * 4
-    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR")) as name:
+    with tempfile.TemporaryDirectory() as name:
         folder, meanwhile, background = Path(name), list[float](), list[float]()
         saved = [_seconds(lambda: st.save_checkpoint(folder / "run", emb, opt)) for _ in range(_REPEATS)]
         for _ in range(_REPEATS):
@@ -126,17 +125,17 @@ def _measure(rows: int, idle: Any, device: torch.device, seed: int) -> list[Case
 def _deltas(emb: st.Embedding, step: Callable[[], object]) -> list[CaseResult]:
     """Let a copy follow by files of the rows that a few steps have changed: the payload is the table, which is read."""
     copied, mark, known = copy.deepcopy(emb), st.mark(emb), None
-    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR")) as name:
+    with tempfile.TemporaryDirectory() as name:
         path, saved, applied, size = Path(name, "delta.safetensors"), list[float](), list[float](), 0
         for _ in range(_REPEATS):
             for _ in range(_STEPS_A_DELTA):
                 step()
             start = time.perf_counter()
             mark = st.save_delta(path, emb, mark)
-            saved.append(time.perf_counter() - start)
-            start = time.perf_counter()
+            between = time.perf_counter()
             known = st.apply_delta(path, copied, known)
-            applied.append(time.perf_counter() - start)
+            saved.append(between - start)
+            applied.append(time.perf_counter() - between)
             size = path.stat().st_size
     if known is None or known.fingerprints != mark.fingerprints:
         raise AssertionError("the copy has other rows")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import math
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -18,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -145,8 +143,8 @@ def run_suite(
     """Measure a suite and return the result as plain data.
 
     Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
-    Tables are printed on `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so far
-    after every group; errors of groups are recorded as failures, not raised. Groups that would start after so many
+    Tables are printed on `console`, each below its title when the group is done. `after_group` gets the result so far after
+    every group; errors of groups are recorded as failures, not raised. Groups that would start after so many
     `seconds` are skipped, and those that are `done` already, by their titles, are taken as they are. `options` are those of
     the suite.
     """
@@ -154,8 +152,6 @@ def run_suite(
     # Invalid options raise before anything is printed.
     groups = suite.groups(device, quick, **options)
     facts, failures = environment(device), dict[str, str]()
-    terminal = Console(stderr=True)
-    bar = Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
     sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
     console.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
@@ -173,38 +169,34 @@ def run_suite(
             "seconds": round(time.perf_counter() - start, 1),
         }
 
-    with bar:
-        task = bar.add_task(suite.name, total=len(groups))
-        for group in groups:
-            bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
-            try:
-                if group.title in earlier:
-                    found.append(earlier[group.title])
-                elif time.perf_counter() - start < seconds:
-                    found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
-                else:
-                    missed.append(group.title)
-                    found.append(GroupResult(group.title, group.params, skipped="the time was up"))
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()  # leaves memory for CuPy and page-locked tables
-            except Exception as error:
-                failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
-                if not isinstance(error, SpeedtransferError):  # whose message is enough
-                    console.print(Text(traceback.format_exc()))
-            bar.stop()  # gives way to the table
-            if found[-1].skipped:
-                console.print(Text(f"\n{group.title}: not run: {found[-1].skipped}"))
+    for group in groups:
+        console.print(Text(f"\n{group.title}", style="bold"))
+        try:
+            if group.title in earlier:
+                found.append(earlier[group.title])
+            elif time.perf_counter() - start < seconds:
+                found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
             else:
-                _show_table(console, group_table(suite, found[-1]))
-            for case in (case for case in found[-1].cases if case.error):
-                console.print(Text(f"{case.name}: not run: {case.error}"))
-            bar.advance(task)
-            bar.start()
-            after_group(result())
+                missed.append(group.title)
+                found.append(GroupResult(group.title, group.params, skipped="the time was up"))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # leaves memory for CuPy and page-locked tables
+        except Exception as error:
+            failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
+            if not isinstance(error, SpeedtransferError):  # whose message is enough
+                console.print(Text(traceback.format_exc()))
+        if found[-1].skipped:
+            console.print(Text(f"not run: {found[-1].skipped}"))
+        else:
+            _show_table(console, group_table(suite, found[-1]))
+        for case in (case for case in found[-1].cases if case.error):
+            console.print(Text(f"{case.name}: not run: {case.error}"))
+        after_group(result())
     ran = [group for group in found if group.ran]
     for table in series_tables(suite, ran):
+        console.print(Text(f"\n{table.title}", style="bold"))
         _show_table(console, table)
     console.print()
     for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
@@ -213,7 +205,7 @@ def run_suite(
 
 
 def _show_table(console: Console, table: TextTable) -> None:
-    """Print a table with its title; ours in bold."""
+    """Print a table without its title; ours in bold."""
     made, narrow = Table(box=None, pad_edge=False), len(table.header) < WIDE
     for number, label in enumerate(table.header):
         made.add_column(
@@ -221,5 +213,4 @@ def _show_table(console: Console, table: TextTable) -> None:
         )
     for name, *rest in table.rows:
         made.add_row(*map(Text, (name, *rest)), style="bold" if name in table.ours else "")
-    console.print(Text(f"\n{table.title}", style="bold"))
     console.print(made)

@@ -42,22 +42,17 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     ]
 
 
-class Lookups:
-    """Calls of `find` on ids; `batches` are pairs of ids and expected rows, used in turn."""
-
-    def __init__(self, find: Callable[[Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> None:
-        self._find, self._turn = find, cycle(batches)
+def case_of(name: str, find: Callable[[Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> Case:
+    """Return a case that calls `find` on ids; `batches` are pairs of ids and expected rows, used in turn."""
+    turn = cycle(batches)
 
     @torch.inference_mode()
-    def run(self) -> Tensor:
-        """Look up the next batch."""
-        return self._find(self._turn()[0])
+    def check() -> None:
+        ids, expected = turn()
+        assert torch.equal(find(ids).cpu(), expected), "the rows found are not those of the ids"
 
-    @torch.inference_mode()
-    def check(self) -> None:
-        """Raise AssertionError if rows are not as expected."""
-        ids, expected = self._turn()
-        assert torch.equal(self._find(ids).cpu(), expected), "the rows found are not those of the ids"
+    run = torch.inference_mode()(lambda: find(turn()[0]))
+    return Case(name, run, check, role="ours" if name == OURS else "other")
 
 
 def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case]:
@@ -79,6 +74,4 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
     else:
         table = ours.table.torch()
         methods[FUNCTION] = lambda ids: F.embedding(ids, table)
-    return [
-        Case.of(name, Lookups(find, batches), "ours" if name == OURS else "other") for name, find in methods.items()
-    ]
+    return [case_of(name, find, batches) for name, find in methods.items()]

@@ -20,7 +20,7 @@ from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender
 from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.training_step import BATCHES, Batches, Lookup, SmallTables, Task, TrainingStep, WholeTable
+from speedtransfer.benchmark.training_step import BATCHES, Batches, Lookup, SmallTables, Task, TrainingStep
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size
 
@@ -31,14 +31,13 @@ NOTE = (
     "have missed as many as in training."
 )
 BY = ("rows", "rows of the table")
-IDLE, SMALL, MANY, WHOLE = "idle rows", "small step", "many tables", "whole table"
+IDLE, SMALL, MANY = "idle rows", "small step", "many tables"
 HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed
 
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
 _SMALL_ROWS, _SMALL_WIDTH, _SMALL_IDS = 10_000, 32, 64
 _MODEL_ROWS, _TABLES, _WIDTH, _IDS = 100_000, 26, 16, 256
-_WHOLE_WIDTH, _WHOLE_IDS = 64, 64
 _POOL = 64  # timed batches with new ids: about as many as steps are timed, so that none is repeated
 _CHECKED_IDLE = (0, *[1] * 12, *range(2, BATCHES))  # rows of the first batch stay idle for long
 _CHECKED = 9  # steps of small models that are compared with dense training
@@ -69,11 +68,11 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
         make = functools.partial(_compare, chosen, functools.partial(_of_batches, batches, size, device), room)
         return Group(title, make, {"experiment": experiment, "rows": size, "dim": DIM})
 
-    def of_model(experiment: str, what: str, model: Any, ids: tuple[int, ...], chosen: Any, **params: int) -> Group:
-        steps = params["history"]
-        title = f"AdamW step, {what}" + (f", after {steps:,} steps" if steps else "")
-        task = functools.partial(_of_model, model, params, ids, device, seed)
-        return Group(title, functools.partial(_compare, chosen, task), {"experiment": experiment, **params})
+    def of_model(experiment: str, what: str, ids: tuple[int, int], chosen: list[Contender], **params: int) -> Group:
+        params["history"] = history
+        task = functools.partial(_of_model, params, ids, device, seed)
+        make = functools.partial(_compare, chosen, task)
+        return Group(f"AdamW step, {what}, after {history:,} steps", make, {"experiment": experiment, **params})
 
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
@@ -82,25 +81,17 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
 
     few, some = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
     what = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
-    chosen, params = [lazy, exact, sparse, by_hand(device)], {"rows": few, "dim": _SMALL_WIDTH, "history": history}
-    found.append(of_model(SMALL, what, SmallTables, (1, _SMALL_IDS), chosen, **params))
+    chosen = [lazy, exact, sparse, by_hand(device)]
+    found.append(of_model(SMALL, what, (1, _SMALL_IDS), chosen, rows=few, dim=_SMALL_WIDTH))
+    chosen = [lazy, exact, sparse, dense]
     if not quick:
         what = f"{_TABLES} tables of {some:,} x {_WIDTH} float32, {_IDS} uniform ids each"
-        chosen, params = (
-            [lazy, exact, sparse, dense],
-            {"rows": some, "dim": _WIDTH, "tables": _TABLES, "history": history},
-        )
-        found.append(of_model(MANY, what, SmallTables, (_TABLES, _IDS), chosen, **params))
-        what = f"softmax over all of {some:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
-        chosen, params = [replace(lazy, exact=True), exact, dense], {"rows": some, "dim": _WHOLE_WIDTH, "history": 0}
-        found.append(
-            of_model(WHOLE, what, WholeTable, (2, _WHOLE_IDS), chosen, **params)
-        )  # every step touches all rows
+        found.append(of_model(MANY, what, (_TABLES, _IDS), chosen, rows=some, dim=_WIDTH, tables=_TABLES))
 
     title = f"AdamW step with new ids, {batches.lookups:,} lookups in {rows:,} x {DIM} float32, after {history:,} steps"
     task = functools.partial(_with_new_ids, batches, device, history)
     about = {"experiment": IDLE, "optimizer": "AdamW", "rows": rows, "dim": DIM, "history": history}
-    found.append(Group(title, functools.partial(_compare, [lazy, exact, sparse, dense], task, room), about))
+    found.append(Group(title, functools.partial(_compare, chosen, task, room), about))
     if not quick:
         found.append(by_size(4 * rows, in_file, "file", ", in a file"))
     return found
@@ -129,14 +120,14 @@ def _of_batches(batches: Batches, rows: int, device: torch.device) -> Task:
     return Task(model, rows, ids[:1], ids, device, lambda contender: ids[1:], batches.touched(rows), batches.seed)
 
 
-def _of_model(model: Any, params: dict[str, int], ids: tuple[int, ...], device: torch.device, seed: int) -> Task:
+def _of_model(params: dict[str, int], ids: tuple[int, int], device: torch.device, seed: int) -> Task:
     draw, history = torch.Generator().manual_seed(seed), params["history"]
     pool = list(torch.randint(0, params["rows"], (_POOL, *ids), generator=draw).to(device))
 
     def between(contender: Contender) -> Iterator[Tensor]:
         return islice(cycle(pool), _CHECKED, _CHECKED + (history if contender.role == "ours" else 0))
 
-    made = functools.partial(model, width=params["dim"], tables=params.get("tables", 1))
+    made = functools.partial(SmallTables, width=params["dim"], tables=params.get("tables", 1))
     return Task(made, params["rows"], pool[:_CHECKED], pool, device, between, seed=seed)
 
 

@@ -84,21 +84,6 @@ class SmallTables(nn.Module):
         return torch.stack([(rows * rows).sum() for rows in parts]).sum(), None
 
 
-class WholeTable(nn.Module):
-    """A softmax loss over all rows, which are looked up too: tied weights, as in a language model."""
-
-    def __init__(self, embed: Embed, rows: int, touched: Tensor | None, width: int, tables: int = 1) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(embed(rows, width) for _ in range(tables))
-        nn.init.normal_(self.tables[0].get_parameter("weight"), std=0.1)
-
-    def forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take a batch ``(2, ids)``."""
-        hidden, wanted = self.tables[0](batch[0]), self.tables[0](batch[1])
-        logits = hidden @ self.tables[0].get_parameter("weight").T
-        return (logits.logsumexp(dim=1) - (hidden * wanted).sum(dim=1)).mean(), None
-
-
 # --- steps --------------------------------------------------------------------------------------------------------------
 
 
