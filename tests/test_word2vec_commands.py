@@ -108,6 +108,11 @@ def test_what_cannot_be(folder):
     fails_with(StorageError, "cannot write vectors", "train", "corpus.txt", "-o", "corpus.txt/out", *QUICK)
     fails_with(InvalidValueError, "ends in '.text' but vectors are .txt, .vec,", *TRAIN, "--format", "text", *QUICK)
     fails_with(InvalidValueError, "option 'momentum' is no name=value", *TRAIN, "--option", "momentum", *QUICK)
+    fails_with(InvalidValueError, "needs a dim of 2 at least", *TRAIN, "--format", "glove", *QUICK, "--dim", 1)
+    # As of a variable of the shell without a value; it is no Path(".").
+    empty = run("train", "corpus.txt", "-o", "", "--overwrite", *QUICK)
+    assert empty.exit_code == 2
+    assert "output is empty" in empty.output
     assert names(folder) == ["corpus.txt"]
 
 
@@ -165,8 +170,16 @@ def test_file_wins_over_defaults_and_flags_over_the_file(folder):
     settings = Settings(**read_config("run.toml"), block_words=32, device="cpu").as_dict()
     assert facts_of("out")["settings"] == settings
     # One of the flags has the value of the default: it was given all the same.
-    succeeds(*arguments, "--overwrite", "--dim", Settings.dim, "--lr", "0.002", "--option", "momentum=0.5")
-    changed = {"dim": Settings.dim, "lr": 0.002, "options": {"momentum": 0.5, "nesterov": True}}
+    succeeds(
+        *arguments,
+        "--overwrite",
+        "--dim",
+        Settings.dim,
+        "--lr",
+        "0.002",
+        *["--option", "momentum=0.5", "--option", "nesterov=False"],
+    )
+    changed = {"dim": Settings.dim, "lr": 0.002, "options": {"momentum": 0.5, "nesterov": False}}
     assert facts_of("out")["settings"] == settings | changed
 
 

@@ -17,6 +17,7 @@ from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec import corpus as corpus_module
 from speedtransfer.word2vec import text as text_module
 from speedtransfer.word2vec.text import decode, iter_lines, iter_pieces
+from speedtransfer.word2vec.vocabulary import read_counts
 
 
 def corpus_of(text, **kwargs):
@@ -37,6 +38,15 @@ def test_literal():
 
 def sequences_of(corpus):
     return [[corpus.vocabulary.words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
+
+
+def test_a_byte_order_mark_within_the_text_is_of_a_word(tmp_path):
+    words = Corpus(io.BytesIO(("x " + "\ufeffa " * 10 + "b " * 6 + "c " * 5).encode()), 1)
+    assert len(words.ids) == 22
+    assert words.vocabulary.words[0] == "\ufeffa"
+    # That of a file is none.
+    (tmp_path / "counts.tsv").write_text("\ufeffa\t5\nb\t4\n", encoding="utf-8")
+    assert read_counts(tmp_path / "counts.tsv")[0] == ["a", "b"]
 
 
 def test_lines_in_many_blocks(monkeypatch):

@@ -39,6 +39,8 @@ Settings(options=[1]) -> InvalidTypeError: options is \[1\] but must be a dict b
 Settings(options={"lr": 1}) -> InvalidValueError: options holds lr=1, which is a setting of its own; pass it as lr
 Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; did you mean 'eps'
 Settings(options={"fused": True, "foreach": True}) -> InvalidValueError: AdamW does not take .*cannot be `True`
+Settings(optimizer="sgd", options={"nesterov": "no"}) -> InvalidValueError: option nesterov of SGD is the text 'no'
+train("not read", evaluate_every=-3) -> InvalidValueError: evaluate_every is -3 but must be above 0
 train("not read", epoch=3) -> TypeError: 'epoch'.*did you mean 'epochs'
 train("not read", checkpoint=3) -> InvalidTypeError: checkpoint is 3 \(int\) but must be the path
 train("not read", resume=True) -> InvalidValueError: need a checkpoint, the folder; pass checkpoint

@@ -5,6 +5,7 @@ What needs torch is imported when a command runs: ``--help`` answers without it.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import json
@@ -64,16 +65,24 @@ def described(name: str) -> str | None:
     return " ".join(found[1].split()).replace("`", "") if found else None
 
 
+def _folder(text: str) -> Path:
+    """Return the path of a folder; of an empty text, as of a variable of the shell without a value, that would be this one."""
+    if not text:
+        raise InvalidValueError("output is empty; pass the path of a folder, . for this one")
+    return Path(text)
+
+
 def _parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Turn ``["momentum=0.9", "betas=[0.9,0.98]"]`` into arguments of an optimizer: values are JSON, else text."""
+    """Turn ``["momentum=0.9", "betas=[0.9,0.98]"]`` into arguments of an optimizer: values of JSON or Python, else text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise InvalidValueError(f"option {pair!r} is no name=value; pass for instance --option momentum=0.9")
         options[name] = text
-        with contextlib.suppress(json.JSONDecodeError):
-            options[name] = json.loads(text)
+        for read in (ast.literal_eval, json.loads):
+            with contextlib.suppress(ValueError, SyntaxError):
+                options[name] = read(text)
     return options
 
 
@@ -136,7 +145,7 @@ _FORMAT = "Format of the vectors: txt, vec, bin, safetensors, glove or kv."
 def train(
     ctx: typer.Context,
     corpus: Annotated[list[str], typer.Argument(metavar="CORPUS...", help=_CORPUS)],
-    output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
+    output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT, parser=_folder, metavar="<path>")],
     config: Annotated[Path | None, typer.Option(help=_CONFIG)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     overwrite: _Overwrite = False,
@@ -179,7 +188,8 @@ def train(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.")], overwrite: _Overwrite = False
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.", parser=_folder, metavar="<path>")],
+    overwrite: _Overwrite = False,
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     from speedtransfer.word2vec.run_folder import run_demo

@@ -87,7 +87,9 @@ class Corpus:
             self.vocabulary = count_together(words, counts, *chosen_by, exchange)
         else:
             self.vocabulary = Vocabulary.choose(counts, words.take, *chosen_by)
-        kept = [words.number(piece.data) for piece in iter_pieces(io.BytesIO(" ".join(self.vocabulary.words).encode()))]
+        # A space first: a byte order mark there would not be one of a word.
+        joined = io.BytesIO(" ".join(["", *self.vocabulary.words]).encode())
+        kept = [words.number(piece.data) for piece in iter_pieces(joined)]
         final = np.full(len(words) + 1, _DROPPED, np.int32)
         final[np.concatenate(kept)] = np.arange(len(self.vocabulary), dtype=np.int32)
         final[LINE_END] = LINE_END

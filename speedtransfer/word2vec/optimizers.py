@@ -116,6 +116,12 @@ def make_optimizer(
     }
     if _fuses(kind, params, arguments):
         arguments["fused"] = True  # one pass over the rows: twice as fast on the CPU
+    for key, value in (options or {}).items():
+        default = getattr(inspect.signature(kind).parameters.get(key), "default", "")
+        if isinstance(value, str) and isinstance(default, bool | int | float | tuple):
+            raise InvalidValueError(
+                f"option {key} of {kind.__name__} is the text {value!r}; pass a value such as {default!r}"
+            )
     try:
         return kind(params, **arguments)
     except Exception as error:  # of any kind: torch uses some options before it checks them

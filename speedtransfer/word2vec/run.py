@@ -39,7 +39,7 @@ class Evaluations(Callback):
 
     def __init__(self, paths: Sequence[PathLike], every: float, board: TensorBoard | None = None) -> None:
         self._sets = [load_set(path) for path in paths]
-        self._every = check_number(every, "evaluate_every", above=True)
+        self._every = every
         self._last_step, self._board = -1, board
 
     def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
@@ -160,6 +160,7 @@ def make_callbacks(
     if checkpoints is None or not (checkpoints.resumes or checkpoints.own_tables):
         check_no_tables(settings.path)
     board = None if tensorboard is None else TensorBoard(check_path(tensorboard, "tensorboard"))
+    check_number(evaluate_every, "evaluate_every", above=True)
     evaluations = Evaluations(evaluate, evaluate_every, board) if evaluate else None
     # The checkpoints come after the evaluation, whose figures they save.
     return [one for one in (evaluations, checkpoints, board) if one is not None]

@@ -59,6 +59,8 @@ def train_into(
     """Train as the command ``train`` does, `show` each line of the report, and return the signal that stopped it, if any."""
     suffix = f".{format.lower().lstrip('.')}"
     formats.find_format(Path(formats.VECTORS + suffix))
+    if suffix == ".glove" and settings.dim < 2:
+        raise InvalidValueError("format is glove, which needs a dim of 2 at least, but dim is 1; save to txt")
     _check_output(output, overwrite or resume)
     tables_within = settings.path is not None and Path(settings.path) == output / formats.TABLES
     kept = {"when_stopped": not (resume or checkpoint_every), "own_tables": tables_within}

@@ -177,7 +177,7 @@ def _text(words: WordTable, numbers: np.ndarray) -> bytes:
 def _add_up(text: torch.Tensor, counts: torch.Tensor) -> tuple[WordTable, np.ndarray]:
     """Return the distinct words of a text (bytes, 1), and the sums of the counts (words, 1) that stand for its words."""
     numbers = [np.empty(0, np.int32)]
-    words = read_words(io.BytesIO(text.numpy().tobytes()), numbers.append)
+    words = read_words(io.BytesIO(b" " + text.numpy().tobytes()), numbers.append)
     sums = np.zeros(len(words), np.int64)
     np.add.at(sums, np.concatenate(numbers), counts[:, 0].numpy())
     return words, sums
@@ -208,7 +208,7 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
 
 
 def _text_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
-    with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
+    with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             line = line.rstrip("\r\n")
             word, _, count = line.rpartition("\t" if "\t" in line else " ")
