@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -132,20 +131,6 @@ def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     assert st.summary(emb, opt).tables[0].idle == "auto"
     take_step(opt, emb(ROWS).sum())
     assert st.summary(emb, opt).tables[0].idle == idle
-
-
-def test_a_weight_of_another_name_is_pickled() -> None:
-    emb = st.Embedding(10, 4)
-    nn.utils.spectral_norm(emb)
-    take_step(torch.optim.Adam(emb.parameters()), emb(ROWS).sum())
-    emb.weight = emb.weight.detach()
-    for again in (pickle.loads(pickle.dumps(emb)), copy.deepcopy(emb)):
-        assert [name for name, _ in again.named_parameters()] == ["weight_orig"]
-        assert torch.equal(again.weight_orig, emb.weight_orig)
-        assert torch.equal(again.eval()(ROWS), emb.eval()(ROWS))
-        before = again.weight_orig.detach().clone()
-        take_step(torch.optim.SGD(again.parameters(), 0.1), again.train()(ROWS).sum())
-        assert not torch.equal(again.weight_orig, before)
 
 
 # --- functions of torch that are replaced where there are tables -----------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import take_step
 from torch import Tensor, nn
-from torch.func import functional_call
 
 import speedtransfer as st
 
@@ -237,14 +236,6 @@ def test_from_modules_and_state_dicts() -> None:
         assert torch.equal(ours(ids)[name], tables[table](ids[name]))
     assert str(ours.load_state_dict(tables.state_dict())) == "<All keys matched successfully>"
     tables.load_state_dict(ours.state_dict())
-
-
-def test_swapped_and_compiled() -> None:
-    ours, bags = multi(), FORMS["pairs"](batch())
-    expected = {name: part.detach() for name, part in ours(bags).items()}
-    values = ours.weight.detach().clone()
-    assert_same(functional_call(multi(seed=1), {"weight": values}, (bags,)), expected)
-    assert_same(torch.compile(ours, backend="eager")(bags), expected)
 
 
 def test_a_vocabulary() -> None:

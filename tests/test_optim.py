@@ -69,28 +69,6 @@ def test_an_array_of_a_gradient_of_some_rows_cannot_be_written() -> None:
     assert emb.weight.grad[1].eq(1).all()
 
 
-@pytest.mark.parametrize("alias", [Tensor.detach, lambda grad: grad.data, lambda grad: grad.view_as(grad)])
-def test_an_alias_of_a_gradient_goes_on_showing_it(alias: Callable[[Tensor], Tensor]) -> None:
-    def seen(kind: type) -> list[Tensor]:
-        emb = kind(10, 3, _weight=torch.arange(30, dtype=torch.float64).view(10, 3), device="cpu")
-        emb(torch.tensor([1, 2])).square().sum().backward()
-        other, shown = alias(emb.weight.grad), []
-        emb(torch.tensor([2, 5])).square().sum().backward()
-        shown += [other.clone(), other.mul_(2), emb.weight.grad.clone()]
-        other[7] = 3
-        emb.weight.grad.sub_(0.5)
-        shown += [other.clone(), emb.weight.grad.clone()]
-        emb.zero_grad(set_to_none=False)
-        emb(torch.tensor([3])).square().sum().backward()
-        shown += [other.clone(), emb.weight.grad.clone()]
-        emb.zero_grad()
-        emb(torch.tensor([4])).square().sum().backward()
-        return [*shown, other.clone(), emb.weight.grad.clone()]
-
-    for ours, theirs in zip(seen(st.Embedding), seen(torch.nn.Embedding), strict=True):
-        torch.testing.assert_close(ours.to_dense(), theirs)
-
-
 @pytest.mark.parametrize("foreach", [None, False, True])
 def test_the_largest_value_of_a_gradient_without_rows(foreach: bool | None) -> None:
     emb = st.Embedding(8, 2, device="cpu")

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from cases import take_step
 from torch import Tensor, nn
 from weight_world import assert_equal
@@ -105,45 +104,6 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
 def test_arguments(letter: str, kind: str, most: int) -> None:
     found = {name: check(name, KINDS[kind], most) for name in NAMES if name[0] == letter}
     assert any(found.values())  # else this test checks nothing
-
-
-PAST_PYTHON = {
-    "tensor": lambda data: torch.tensor(data),
-    "set_": lambda data: torch.zeros(6, 4).set_(data).clone(),
-    "vmap": lambda data: torch.vmap(lambda row: row * 2)(data),
-    "script": lambda data: torch.jit.script(_doubled)(data),
-    "nested": lambda data: torch.nested.nested_tensor([data, ROWS]).to_padded_tensor(0),
-    "as_subclass": lambda data: data.as_subclass(Tensor),
-}
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return x * 2
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("name", list(PAST_PYTHON))
-def test_data_where_python_is_not_told(name: str, kind: str) -> None:
-    """Functions that ask no ``__torch_function__`` find the rows of ``weight.data`` all the same."""
-    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ours, expected = PAST_PYTHON[name](emb.weight.data), PAST_PYTHON[name](nn.Parameter(VALUES.clone()).data)
-    torch.testing.assert_close(ours, expected)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["weight", "view"])
-def test_a_function_that_writes_though_its_name_does_not_say_so(rows: slice, kind: str) -> None:
-    """With `max_norm` lookups shorten the rows of what they are given."""
-    emb, dense = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind]), nn.Parameter(VALUES.clone())
-    with torch.no_grad():
-        for weight in (emb.weight, dense):
-            given = weight if rows == slice(None) else weight[rows]
-            F.embedding(IDS - 1, given, max_norm=0.5)
-            F.embedding_bag(IDS[None] - 1, given, max_norm=0.25)
-    torch.testing.assert_close(emb.weight.detach().clone(), dense.detach(), rtol=1e-2, atol=1e-2)
-    assert not torch.equal(dense, VALUES)
 
 
 def test_data_is_no_memory_and_keeps_its_values() -> None:
@@ -269,19 +229,6 @@ def test_rows_in_other_memory_are_written_back_alone() -> None:
             exec(text, {"w": emb.weight})
         optimizer.step()
         assert emb.table.stats().gathered_rows <= 2
-
-
-@pytest.mark.parametrize("held", [False, True])
-def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
-    """No version tells of it; the step reads the row again."""
-    pairs = [trained(nn.Embedding), trained(st.Embedding)]
-    for emb, optimizer in pairs:
-        before = emb.weight.detach()[2]
-        emb(BATCH).pow(2).sum().backward()
-        row = before if held else emb.weight.detach()[2]
-        row.numpy()[:] = 1.0
-        optimizer.step()
-    torch.testing.assert_close(*(emb.state_dict()["weight"] for emb, _ in pairs))
 
 
 @pytest.mark.parametrize(

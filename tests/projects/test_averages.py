@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from projects.pairs import WAYS, Outcome, compare
-from projects.two_towers import loader, make, scores
+from projects.pairs import Outcome, compare, descend, in_both_ways
+from projects.two_towers import losses, make, scores
 
 pytestmark = pytest.mark.slow
-
-EPOCHS = 3
 
 
 def train(way: str, start, after_step):
@@ -21,52 +18,41 @@ def train(way: str, start, after_step):
     model = make(way)
     opt = torch.optim.AdamW(model.parameters(), lr=0.02)
     average = start(model)
-    losses = []
-    torch.manual_seed(1)
-    for epoch in range(EPOCHS):
-        for users, items, rating in loader(seed=epoch):
-            opt.zero_grad()
-            loss = F.mse_loss(model(users, items), rating)
-            loss.backward()
-            opt.step()
-            after_step(average, model)
-            losses.append(loss.item())
-    return model, average, losses
+    return model, average, descend(opt, losses(model, 3, lambda: after_step(average, model)))
 
 
-def outcome(model, losses, averaged, **values) -> Outcome:
+def outcome(model, found, averaged, **values) -> Outcome:
     """Compare the trained model, and what the average answers, which is not what the model does."""
     answers = scores(averaged)
     assert not torch.allclose(answers, scores(model), atol=1e-3)
-    return Outcome({"losses": losses}, {"average": answers, "weights": dict(averaged.state_dict()), **values}, model)
+    return Outcome({"losses": found}, {"average": answers, "weights": dict(averaged.state_dict()), **values}, model)
 
 
 def ema_pytorch(way: str) -> Outcome:
     from ema_pytorch import EMA
 
-    def start(model):
-        return EMA(model, beta=0.9, update_after_step=2, update_every=2)
-
-    model, ema, losses = train(way, start, lambda ema, model: ema.update())
+    start = functools.partial(EMA, beta=0.9, update_after_step=2, update_every=2)
+    model, ema, found = train(way, start, lambda ema, model: ema.update())
     loaded = EMA(make(way), beta=0.9)
     loaded.load_state_dict(ema.state_dict())
     assert torch.equal(scores(loaded.ema_model), scores(ema.ema_model))
-    return outcome(model, losses, ema.ema_model)
+    return outcome(model, found, ema.ema_model)
 
 
 def torch_ema(way: str) -> Outcome:
     from torch_ema import ExponentialMovingAverage
 
-    model, ema, losses = train(
-        way, lambda model: ExponentialMovingAverage(model.parameters(), decay=0.9), lambda ema, model: ema.update()
-    )
+    def start(model):
+        return ExponentialMovingAverage(model.parameters(), decay=0.9)
+
+    model, ema, found = train(way, start, lambda ema, model: ema.update())
     trained = scores(model)
     averaged = make(way, seed=8)
     with ema.average_parameters():
         averaged.load_state_dict(model.state_dict())
         inside = scores(model)
     assert torch.equal(scores(model), trained)
-    return outcome(model, losses, averaged, inside=inside)
+    return outcome(model, found, averaged, inside=inside)
 
 
 def timm(name: str):
@@ -83,12 +69,11 @@ def timm(name: str):
 
 def timm_v3(way: str) -> Outcome:
     make_ema = functools.partial(timm("ModelEmaV3"), decay=0.9, use_warmup=True)
-    model, ema, losses = train(way, make_ema, lambda ema, model: ema.update(model))
-    return outcome(model, losses, ema.module)
+    model, ema, found = train(way, make_ema, lambda ema, model: ema.update(model))
+    return outcome(model, found, ema.module)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("run", [ema_pytorch, torch_ema, timm_v3], ids=lambda run: run.__name__)
 def test_averages(run, way, double):
     if run is not timm_v3:

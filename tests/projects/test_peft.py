@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import speedtransfer as st
-from projects.pairs import DENSE, TOLERANCE, Outcome, compare, hand_over, in_float64
+from projects.pairs import DENSE, QUIET, TOLERANCE, Outcome, compare, hand_over, in_float64
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft", reason="PEFT is not installed: make projects")
@@ -45,8 +45,8 @@ def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...
 
     draw = torch.Generator().manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, gemma.VOCABULARY, (24, 9), generator=draw)]
-    about = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 3, "logging_steps": 1, "save_steps": 3}
-    settings = {**about, "per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, **dict(options)}
+    about = {"save_steps": 3, "per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2}
+    settings = {**QUIET, **about, **dict(options)}
 
     def trainer() -> Any:
         arguments = TrainingArguments(output_dir=f"{folder}/{way}-{form}", **settings)
@@ -58,9 +58,8 @@ def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...
     before = weight.detach().clone()
     whole.train()
     assert torch.equal(weight, before) is (form in ("frozen", "some rows")), "whether the table takes part"
-    printed = {
-        name: [entry[name] for entry in whole.state.log_history if name in entry] for name in ("loss", "grad_norm")
-    }
+    history = whole.state.log_history
+    printed = {name: [entry[name] for entry in history if name in entry] for name in ("loss", "grad_norm")}
     resumed = {}
     if form in ("saved", "some rows"):
         again = trainer()

@@ -9,21 +9,36 @@ import pytest
 import scipy.sparse
 
 from projects.data import write_atomic_files
-from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways
 
 pytest.importorskip("recbole", reason="RecBole is not installed: make projects")
 
 pytestmark = pytest.mark.slow
 
+OPTIONS = {"epochs": 3, "train_batch_size": 256, "learning_rate": 0.05, "embedding_size": 16, "use_gpu": False}
+OPTIONS |= {"show_progress": False, "seed": 2020, "reproducibility": True, "state": "ERROR", "worker": 0}
+OPTIONS |= {"load_col": {"inter": ["user_id", "item_id", "rating", "timestamp"]}}
+CLICKS = {
+    "load_col": {
+        "inter": ["user_id", "item_id", "rating"],
+        "user": ["user_id", "age", "gender"],
+        "item": ["item_id", "class"],
+    },
+    "threshold": {"rating": 4},
+    "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"},
+    "metrics": ["AUC", "LogLoss"],
+    "valid_metric": "AUC",
+    "train_neg_sample_args": None,
+}
+SEQUENCES = {"hidden_size": 16, "MAX_ITEM_LIST_LENGTH": 10, "train_neg_sample_args": None, "loss_type": "CE"}
 MODELS = {
     "BPR": {},
     "NeuMF": {"mf_embedding_size": 8, "mlp_embedding_size": 8, "mlp_hidden_size": [16, 8]},
-    "DeepFM": {"embedding_size": 8, "mlp_hidden_size": [16]},
+    "DeepFM": {"embedding_size": 8, "mlp_hidden_size": [16], **CLICKS},
     "LightGCN": {"n_layers": 2},
-    "SASRec": {"hidden_size": 16, "inner_size": 32, "n_layers": 1, "MAX_ITEM_LIST_LENGTH": 10},
-    "GRU4Rec": {"hidden_size": 16, "num_layers": 1, "MAX_ITEM_LIST_LENGTH": 10},
+    "SASRec": {"inner_size": 32, "n_layers": 1, **SEQUENCES},
+    "GRU4Rec": {"num_layers": 1, **SEQUENCES},
 }
-SEQUENTIAL = {"SASRec", "GRU4Rec"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,38 +64,8 @@ def data_path() -> str:
 def configuration(name: str):
     from recbole.config import Config
 
-    options = {
-        "data_path": data_path(),
-        "checkpoint_dir": f"{data_path()}/saved",
-        "epochs": 3,
-        "train_batch_size": 256,
-        "learning_rate": 0.05,
-        "embedding_size": 16,
-        "show_progress": False,
-        "use_gpu": False,
-        "seed": 2020,
-        "reproducibility": True,
-        "state": "ERROR",
-        "worker": 0,
-        "load_col": {"inter": ["user_id", "item_id", "rating", "timestamp"]},
-        **MODELS[name],
-    }
-    if name == "DeepFM":
-        options |= {
-            "load_col": {
-                "inter": ["user_id", "item_id", "rating"],
-                "user": ["user_id", "age", "gender"],
-                "item": ["item_id", "class"],
-            },
-            "threshold": {"rating": 4},
-            "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"},
-            "metrics": ["AUC", "LogLoss"],
-            "valid_metric": "AUC",
-            "train_neg_sample_args": None,
-        }
-    elif name in SEQUENTIAL:
-        options |= {"train_neg_sample_args": None, "loss_type": "CE"}
-    return Config(model=name, dataset="tiny", config_dict=options)
+    files = {"data_path": data_path(), "checkpoint_dir": f"{data_path()}/saved"}
+    return Config(model=name, dataset="tiny", config_dict={**OPTIONS, **files, **MODELS[name]})
 
 
 def train(way: str, name: str) -> Outcome:
@@ -100,8 +85,7 @@ def train(way: str, name: str) -> Outcome:
     return Outcome({"losses": trainer.train_loss_dict, "best": best, "valid": result, "test": tested}, {}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("name", MODELS)
 def test_recbole(name, way, double):
     compare(train, way, double, name)

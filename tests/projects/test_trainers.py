@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from projects.data import sequences
-from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
-from projects.two_towers import ahead, loader, make, scores
+from projects.pairs import DENSE, QUIET, WAYS, Outcome, assert_same, classes, compare, descend, hand_over, in_both_ways
+from projects.two_towers import ahead, loader, losses, make, scores
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Out
     source = loader(num_workers=2 if reads_ahead else 0)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, source, schedule)
     batches = ahead(accelerator.unwrap_model(model), way, batches) if reads_ahead else batches
-    losses = []
+    found = []
     torch.manual_seed(1)
     for _ in range(3):
         for users, items, rating in batches:
@@ -43,17 +43,13 @@ def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Out
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                losses.append(loss.item())
+                found.append(loss.item())
     model = accelerator.unwrap_model(model)
-    return Outcome({"losses": losses}, {"scores": scores(model)}, model)
+    return Outcome({"losses": found}, {"scores": scores(model)}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("clip", "accumulate", "reads_ahead"),
-    [(False, 1, False), (True, 3, False), (True, 3, True)],
-)
+@in_both_ways
+@pytest.mark.parametrize(("clip", "accumulate", "reads_ahead"), [(False, 1, False), (True, 3, False), (True, 3, True)])
 def test_accelerate(clip, accumulate, reads_ahead, way, double):
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
     compare(accelerated, way, double, clip, accumulate, reads_ahead)
@@ -68,48 +64,27 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
     ids = torch.tensor(sequences(12)[0])
     data = [{"input_ids": row, "labels": row} for row in ids]
     config = GPT2Config(vocab_size=97, n_positions=24, n_embd=16, n_layer=1, n_head=2)
-    arguments = {
-        "output_dir": f"{folder}/{way}",
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": 16,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "epoch",
-        "eval_strategy": "epoch",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-        **options,
-    }
+    about = {"num_train_epochs": 3, "per_device_train_batch_size": 16, "learning_rate": 1e-2}
+    about |= {"save_strategy": "epoch", "eval_strategy": "epoch"}
 
     def new():
         torch.manual_seed(0)
         with classes(way, "transformers"):
             model = hand_over(GPT2LMHeadModel(config), way)
-        settings = TrainingArguments(**arguments)
+        settings = TrainingArguments(output_dir=f"{folder}/{way}", **QUIET, **about, **options)
         return Trainer(model=model, args=settings, train_dataset=data, eval_dataset=data[:20])
 
     trainer = new()
     trainer.train()
     if resume:
-        from transformers.trainer_utils import get_last_checkpoint
-
-        whole = trainer
-        found = Path(arguments["output_dir"]).glob("checkpoint-*")
-        folders = sorted((int(path.name.split("-")[1]), path) for path in found)
-        assert get_last_checkpoint(arguments["output_dir"])
-        trainer = new()
-        trainer.train(resume_from_checkpoint=str(folders[0][1]))
+        whole, trainer = trainer, new()
+        first = min(Path(folder, way).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        trainer.train(resume_from_checkpoint=str(first))
         for ours, before in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
             torch.testing.assert_close(ours.detach(), before.detach(), rtol=0, atol=1e-5)
-    history = [
-        value for entry in trainer.state.log_history for key, value in entry.items() if key in ("loss", "eval_loss")
-    ]
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return Outcome(
-        {"history": history, "norms": norms}, {"logits": trainer.predict(data[:8]).predictions}, trainer.model
-    )
+    names, entries = ("loss", "eval_loss", "grad_norm"), trainer.state.log_history
+    printed = {name: [entry[name] for entry in entries if name in entry] for name in names}
+    return Outcome(printed, {"logits": trainer.predict(data[:8]).predictions}, trainer.model)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -123,8 +98,8 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
             {
                 "gradient_accumulation_steps": 2,
                 "max_grad_norm": 0.5,
-                "weight_decay": 0.1,
                 "lr_scheduler_type": "cosine",
+                "weight_decay": 0.1,
             },
         ),
         (False, {"gradient_checkpointing": True, "optim": "adafactor"}),
@@ -158,20 +133,10 @@ def fastai(way: str, optimizer: str) -> Outcome:
         "Adam": lambda: fast.Adam(model.parameters(), lr=0.02, wd=0.01),
         "wrapped": lambda: fast.OptimWrapper(model.parameters(), torch.optim.AdamW, lr=0.02),
     }[optimizer]()
-    losses = []
-    torch.manual_seed(1)
-    for epoch in range(2):
-        for users, items, rating in loader(seed=epoch):
-            loss = F.mse_loss(model(users, items), rating)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
-    return Outcome({"losses": losses}, {"scores": scores(model)}, model)
+    return Outcome({"losses": descend(opt, losses(model, 2))}, {"scores": scores(model)}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("optimizer", ["SGD", "momentum", "RMSProp", "Adam", "wrapped"])
 def test_fastai(optimizer, way, double):
     pytest.importorskip("fastai.optimizer", reason="fastai is not installed: make projects")
