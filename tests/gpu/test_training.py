@@ -158,10 +158,6 @@ def planes_of(emb, opt):
     return {"": weight.cpu().clone(), **{key: torch.as_tensor(value).cpu().clone() for key, value in state.items()}}
 
 
-def assert_close(ours, expected, tolerance=1e-5):
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_by_offsets(device, mode):
     flat = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
@@ -206,37 +202,7 @@ def test_loops(device, tmp_path, program, memory):
     batches = [(ids.to(device), target.to(device)) for ids, target in skewed_batches(NUM_ROWS, DIM, 24)]
     seen = run(program, emb, opt, batches), run(program, dense, oracle.optimizer, batches, oracle)
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
-    assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
-
-
-def test_a_whole_model_under_autocast_with_a_scaler(device, tmp_path):
-    """Steps with an infinite gradient are skipped, and count for nothing."""
-    results = []
-    for memory in [*MEMORIES, "dense"]:
-        emb = dense_embedding(device) if memory == "dense" else embedding(memory, tmp_path, device)
-        torch.manual_seed(4)
-        head = nn.Linear(DIM, DIM).to(device)
-        opt = torch.optim.AdamW([emb.weight, *head.parameters()], lr=0.01)
-        oracle = LazyOracle(opt, emb) if memory == "dense" else opt
-        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=5)
-        for step, (ids, target) in enumerate(skewed_batches(NUM_ROWS, DIM, 12)):
-            oracle.zero_grad()
-            with torch.autocast(device.type, dtype=torch.float16):
-                out = head(emb(ids.to(device)))
-            loss = squared_loss(out.float(), target.to(device)) * (float("inf") if step in (0, 4, 5) else 1.0)
-            scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_([emb.weight, *head.parameters()], 5.0)
-            if memory == "dense":
-                oracle.step(lambda scaler=scaler, opt=opt: scaler.step(opt))
-            else:
-                scaler.step(opt)
-            scaler.update()
-        results.append(planes_of(emb, opt))
-        assert float(results[-1]["step"]) == 9
-    for planes in results[1:-1]:
-        check_same(planes.values(), [results[0][name] for name in planes])
-    assert_close(results[0], results[-1], 1e-3)
+    torch.testing.assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer), rtol=1e-5, atol=1e-5)
 
 
 def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
