@@ -222,9 +222,8 @@ class RowWiseAdagrad(RowOptimizer):
 
     def update(self, p, g, state, group) -> None:
         if not g.is_sparse:
-            p.addcdiv_(
-                g, state.setdefault("squares", torch.zeros_like(p)).addcmul_(g, g).sqrt() + 1e-9, value=-group["lr"]
-            )
+            squares = state.setdefault("squares", torch.zeros_like(p)).addcmul_(g, g)
+            p.addcdiv_(g, squares.sqrt() + 1e-9, value=-group["lr"])
             return
         g = g.coalesce()
         rows, values = g.indices()[0], g.values()
@@ -326,17 +325,6 @@ class Lamb(RowOptimizer):
         p.sub_(step * (p.norm().clamp(0, 10) / step.norm().clamp(min=1e-9)), alpha=group["lr"])
 
 
-class Factored(RowOptimizer):
-    """Second moments of rows and of columns, as in Adafactor."""
-
-    def update(self, p, g, state, group) -> None:
-        rows = state.setdefault("rows", torch.zeros(p.shape[0]))
-        columns = state.setdefault("columns", torch.zeros(p.shape[1]))
-        rows.lerp_(g.square().mean(1), 0.1)
-        columns.lerp_(g.square().mean(0), 0.1)
-        p.sub_(g / (torch.outer(rows, columns) / (rows.mean() + 1e-9) + 1e-9).sqrt(), alpha=group["lr"])
-
-
 class FaintNorm(RowOptimizer):
     """The decay alone, a ten thousandth of the step, knows the other rows."""
 
@@ -344,9 +332,8 @@ class FaintNorm(RowOptimizer):
         super().__init__(params, lr, weight_decay=1e-4)
 
     def update(self, p, g, state, group) -> None:
-        p.mul_(1 - group["lr"] * group["weight_decay"] / (1 + float(g.square().mean()))).sub_(
-            g.sign(), alpha=group["lr"]
-        )
+        decay = group["lr"] * group["weight_decay"] / (1 + float(g.square().mean()))
+        p.mul_(1 - decay).sub_(g.sign(), alpha=group["lr"])
 
 
 class Watches(RowOptimizer):
@@ -387,9 +374,8 @@ class FactorsLarge(RowOptimizer):
             scale = state.setdefault("v", torch.zeros_like(p)).lerp_(g * g, 0.1)
         else:
             rows = state.setdefault("rows", torch.zeros(p.shape[0])).lerp_(g.square().mean(1), 0.1)
-            scale = torch.outer(
-                rows, state.setdefault("columns", torch.zeros(p.shape[1])).lerp_(g.square().mean(0), 0.1)
-            )
+            columns = state.setdefault("columns", torch.zeros(p.shape[1])).lerp_(g.square().mean(0), 0.1)
+            scale = torch.outer(rows, columns)
         p.sub_(g / (scale + 1e-9).sqrt(), alpha=group["lr"])
 
 
@@ -450,7 +436,6 @@ class Crashes(RowOptimizer):
 
 REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
-    Factored: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
     Watches: "is not row by row: state 'mean' depends on the other rows",
     Held: rf"{OUTSIDE} \(momenta\)",
