@@ -299,14 +299,9 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     twins.assert_same()
 
 
-def _halve(_: object, state_dict: dict) -> dict:
-    halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
-    return {**state_dict, "state": {0: halved}}
-
-
-def _double(opt: torch.optim.Optimizer) -> None:
-    for state in opt.state.values():
-        state["exp_avg_sq"].mul_(2)
+def _halve(_: object, given: dict) -> dict:
+    halved = {name: value * 0.5 if value.dim() else value for name, value in given["state"][0].items()}
+    return {**given, "state": {0: halved}}
 
 
 @pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
@@ -316,10 +311,10 @@ def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: boo
     pair.train([] if early else pair.batches(3))
     for opt, shown in zip(pair.optimizers, seen, strict=True):
         opt.register_state_dict_post_hook(
-            lambda _, state_dict, shown=shown: shown.append(state_dict["state"][0]["exp_avg"].clone())
+            lambda _, made, shown=shown: shown.append(made["state"][0]["exp_avg"].clone())
         )
         opt.register_load_state_dict_pre_hook(_halve)
-        opt.register_load_state_dict_post_hook(_double)
+        opt.register_load_state_dict_post_hook(lambda opt: [it["exp_avg_sq"].mul_(2) for it in opt.state.values()])
     pair.train(pair.batches(3, seed=1))
     for opt in pair.optimizers:
         opt.load_state_dict(copy.deepcopy(opt.state_dict()))
