@@ -511,8 +511,9 @@ sparse(index).sum().backward()
 hook.remove()
 [*seen, by_weight]
 
-# With sparse=True a gradient of the whole table is dense
-sparse, found = Embedding(40, 6, sparse=True), []
+# With sparse=True, set later, a gradient of the whole table is dense
+sparse, found = Embedding(40, 6), []
+sparse.sparse = True
 for use in (lambda: sparse(ids).sum(), lambda: sparse.weight.pow(2).sum() * 0, lambda: sparse(index).sum()):
     use().backward()
     found += [sparse.weight.grad.is_sparse, sparse.weight.grad.to_dense().clone()]
