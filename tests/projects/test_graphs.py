@@ -1,4 +1,4 @@
-"""Graphs: torch-geometric's Node2Vec and knowledge graph models as in its examples, PyKEEN's models."""
+"""Graphs: torch-geometric's Node2Vec as in its example, PyKEEN's models."""
 
 import types
 
@@ -57,36 +57,6 @@ def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
 @pytest.mark.parametrize(("optimizer", "sparse"), [("Adam", False), ("SparseAdam", True)], ids=["dense", "sparse"])
 def test_node2vec(walks, optimizer, sparse, way, double):
     compare(node2vec, way, double, optimizer, sparse)
-
-
-OPTIMIZERS = {
-    "TransE": lambda params: torch.optim.Adam(params, lr=0.01),
-    "ComplEx": lambda params: torch.optim.Adagrad(params, lr=0.01, weight_decay=1e-6),
-    "DistMult": lambda params: torch.optim.Adam(params, lr=0.01, weight_decay=1e-6),
-    "RotatE": lambda params: torch.optim.Adam(params, lr=0.01),
-}
-
-
-def knowledge_graph(way: str, name: str) -> Outcome:
-    from torch_geometric.nn import kge
-
-    torch.manual_seed(0)
-    with classes(way, "torch_geometric"):
-        model = getattr(kge, name)(num_nodes=ITEMS, num_relations=5, hidden_channels=8)
-    hand_over(model, way)
-    head, relation, tail = (torch.tensor(part) for part in triples())
-    loader = model.train().loader(head[:350], relation[:350], tail[:350], batch_size=50, shuffle=True)
-    losses = descend(OPTIMIZERS[name](model.parameters()), (model.loss(*batch) for _ in range(3) for batch in loader))
-    model.eval()
-    ranks = model.test(head[350:], relation[350:], tail[350:], batch_size=40, k=10, log=False)
-    return Outcome({"losses": losses, "ranks": ranks}, {}, model)
-
-
-@in_both_ways
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_knowledge_graph(name, way, double):
-    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed: make projects")
-    compare(knowledge_graph, way, double, name)
 
 
 def pykeen(way: str, model: str) -> Outcome:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,15 +49,6 @@ def loader(batch_size: int = 64, seed: int = 0, num_workers: int = 0) -> DataLoa
     generator = torch.Generator().manual_seed(seed)
     workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     return DataLoader(TensorDataset(*columns()), batch_size, shuffle=True, generator=generator, **workers)
-
-
-def losses(model: Net, epochs: int, after_step: Callable[[], object] = lambda: None) -> Iterator[Tensor]:
-    """Yield the loss of each batch; `after_step` is called when the next one is asked for."""
-    torch.manual_seed(1)
-    for epoch in range(epochs):
-        for users, items, rating in loader(seed=epoch):
-            yield F.mse_loss(model(users, items), rating)
-            after_step()
 
 
 def ahead(net: Net, way: str, batches: Any) -> Any:
