@@ -373,7 +373,7 @@ node.register_prehook(lambda grads: seen.append(grads[0].norm()))
 for use in (
     lambda: emb(ids).square().sum() + emb(index).sum(),
     lambda: emb(ids).sum() + emb.weight.cos().sum(),
-    lambda: LinearHead.apply(emb(ids), emb.weight).square().sum(),
+    lambda: LinearHead.apply(emb(index), emb.weight).square().sum(),
 ):
     opt.zero_grad()
     use().backward()

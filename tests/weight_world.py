@@ -40,7 +40,7 @@ class LinearHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
-        return grad.flatten(0, -2) @ weight, grad.flatten(0, -2).t() @ hidden.flatten(0, -2)
+        return grad @ weight, grad.t() @ hidden
 
 
 LIBRARIES = {"copy": copy, "io": io, "operator": operator, "pickle": pickle, "np": np, "torch": torch, "nn": nn, "F": F}
