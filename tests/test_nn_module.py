@@ -100,26 +100,20 @@ def test_text_and_fields(model: nn.ModuleDict, tmp_path) -> None:
 
 
 def test_owners(model: nn.ModuleDict) -> None:
+    def owners(*optimizers: Any) -> list[str]:
+        return [table.optimizer for table in st.summary(model, *optimizers).tables]
+
     users, bags = model["users"], model["bags"][0]
-    groups = [{"params": model["head"].parameters()}, {"params": [users.weight], "lr": 0.1}]
-    opt = torch.optim.AdamW(groups)
-    of_users, of_bags = st.summary(model, opt).tables
-    assert of_users.optimizer == "AdamW group 1"
-    assert of_bags.optimizer == "no optimizer has this table"
+    opt = torch.optim.AdamW([{"params": model["head"].parameters()}, {"params": [users.weight], "lr": 0.1}])
+    assert owners(opt) == ["AdamW group 1", "no optimizer has this table"]
+    # Without an optimizer the last one is named.
+    take_step(opt, users(ROWS).sum())
+    assert owners() == ["AdamW group 1", ""]
     bags.weight.requires_grad_(False)
-    sgd = torch.optim.SGD([users.weight])
-    of_users, of_bags = st.summary(model, [opt, sgd]).tables
-    assert of_users.optimizer == "AdamW group 1 and SGD group 0"
-    assert of_bags.optimizer == "frozen"
-
-
-def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> None:
-    opt = torch.optim.AdamW(model.parameters())
-    take_step(opt, model["users"](ROWS).sum())
-    users, bags = st.summary(model).tables
-    assert (users.optimizer, bags.optimizer) == ("AdamW group 0", "")
-    assert set(users.planes) > {"weight", "exp_avg", "exp_avg_sq"}
-    assert users.num_bytes == model["users"].table.nbytes
+    assert owners([opt, torch.optim.SGD([users.weight])]) == ["AdamW group 1 and SGD group 0", "frozen"]
+    of_users = st.summary(model).tables[0]
+    assert set(of_users.planes) > {"weight", "exp_avg", "exp_avg_sq"}
+    assert of_users.num_bytes == users.table.nbytes
 
 
 @pytest.mark.parametrize(
