@@ -29,8 +29,18 @@ def ngrams(_: int, dim: int, **options: Any) -> Any:
     return st.NgramEmbedding(st.NgramHash(heads=2, rows=100, vocab_size=NUM_ROWS, eos=0), dim, combine="sum", **options)
 
 
-def features(num_rows: int, dim: int, **options: Any) -> Any:
-    return st.MultiEmbedding([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
+def features(num_rows: int, dim: int, kind: Any = st.MultiEmbedding, **options: Any) -> Any:
+    return kind([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
+
+
+class OneByOne(st.MultiEmbedding):
+    def forward(self, ids):
+        return torch.stack([feature(ids[:, number]) for number, feature in enumerate(self)], 1)
+
+
+def bags_of_features(num_rows: int, dim: int, **options: Any) -> Any:
+    mode = {str(number): mode for number, mode in enumerate(["sum", "mean", "max"] * 2)}
+    return features(num_rows, dim, st.MultiEmbeddingBag, concatenate=True, mode=mode, **options)
 
 
 class Case(NamedTuple):
@@ -78,6 +88,8 @@ CASES |= {
     "bags of means": Case({"mode": "mean", "idle": "lazy"}, "sgd-momentum", st.EmbeddingBag),
     "bags of maxima": Case({"mode": "max"}, kind=st.EmbeddingBag),
     "features": Case({"padding_idx": 1}, kind=features),
+    "features one by one": Case({"padding_idx": 1, "kind": OneByOne}, kind=features, memories=("device",)),
+    "bags of features": Case({"padding_idx": 1}, kind=bags_of_features),
     "n-grams": Case({"std": 1.0}, kind=ngrams, memories=("pinned", "pageable")),
     "vocabulary": Case(vocabulary()),
     "vocabulary, lazy": Case({"idle": "lazy", **vocabulary(unseen="row", admit=2)}),
@@ -134,7 +146,7 @@ def test_every_memory_to_the_same_bits_and_as_on_the_host(device, tmp_path, name
         for ids_on, ahead in zip(("cpu", device), ways, strict=True):
             found = trained(case, memory, tmp_path, device, ids_on, ahead)
             # The gradients of bags are summed in another order where the host knows the ids.
-            near = 1e-4 if case.kind is st.EmbeddingBag else 0
+            near = 1e-4 if case.kind in (st.EmbeddingBag, bags_of_features) else 0
             what = memory, ids_on, ahead.__name__
             torch.testing.assert_close(found, expected, rtol=near, atol=near, msg=lambda m, w=what: f"{w}: {m}")
 
