@@ -36,10 +36,8 @@ def test_updates_far_below_a_step_of_the_form_add_up() -> None:
     target, ones, found = torch.full((8, 16), 1.5), torch.ones(8, 16), []
     for dtype in ("nearest", torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, "split24"):
         torch.manual_seed(0)
-        if dtype == "nearest":
-            emb = speedtransfer.Embedding.from_pretrained(ones.bfloat16(), freeze=False)
-        else:
-            emb = speedtransfer.Embedding.from_pretrained(ones, freeze=False, storage_dtype=dtype)
+        given = (ones.bfloat16(), None) if dtype == "nearest" else (ones, dtype)
+        emb = speedtransfer.Embedding.from_pretrained(given[0], freeze=False, storage_dtype=given[1])
         opt = torch.optim.SGD(emb.parameters(), lr=6e-4)
         for _ in range(100):
             take_step(opt, 0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum())
@@ -67,7 +65,10 @@ def test_the_second_moment_decays_in_8_bits() -> None:
 # --- reproducible -----------------------------------------------------------------------------------------------------
 
 
-def trained(seed: int = 3, flipped: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+Pair = tuple[Any, torch.optim.Optimizer]
+
+
+def trained(seed: int = 3, flipped: bool = False, **options: Any) -> Pair:
     torch.manual_seed(seed)
     rows = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
     emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle="lazy", **options)
@@ -82,9 +83,7 @@ def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
     take_step(opt, emb(ids).square().sum())
 
 
-def from_checkpoint(
-    emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path
-) -> tuple[Any, torch.optim.Optimizer]:
+def from_checkpoint(emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path) -> Pair:
     speedtransfer.save_checkpoint(path, emb, opt)
     other = LAZY.Embedding(40, 24, **options)
     second = torch.optim.AdamW(other.parameters(), lr=0.5)
