@@ -14,6 +14,7 @@ from cases import take_step
 from lazy_oracle import LazyOracle, exact, skewed_batches, squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, warmup_and_cosine
 from sweeps import few
+from third_party import RowOptimizer
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -186,21 +187,17 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
     assert rows_of(module).lag is None
 
 
-class Signs(torch.optim.Optimizer):
+class Signs(RowOptimizer):
     """Not known, and leaves rows without a gradient alone unless there is decay."""
 
-    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0, pull: str = "none") -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "pull": pull, "bounds": (0.0, 0.0)})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1, weight_decay=0.0, pull="none", bounds=(0.0, 0.0))
         self.pulls = False
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                pulls = self.pulls or group["pull"] != "none" or group["bounds"][1]
-                decay = group["weight_decay"] + 0.1 * bool(pulls)
-                if param.grad is not None:
-                    param.mul_(1 - group["lr"] * decay).sub_(param.grad.sign(), alpha=group["lr"])
+    def update(self, p, g, state, group) -> None:
+        pulls = self.pulls or group["pull"] != "none" or group["bounds"][1]
+        decay = group["weight_decay"] + 0.1 * bool(pulls)
+        p.mul_(1 - group["lr"] * decay).sub_(g.sign(), alpha=group["lr"])
 
 
 SWITCHES: dict[str, Callable[[Signs], Any]] = {

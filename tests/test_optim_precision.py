@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from cases import take_step
-from lazy_oracle import LAZY
 from optimizer_cases import BASE, OptimizerCase, some
 from torch import Tensor, nn
 
@@ -85,7 +84,7 @@ def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
 
 def from_checkpoint(emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path) -> Pair:
     speedtransfer.save_checkpoint(path, emb, opt)
-    other = LAZY.Embedding(40, 24, **options)
+    other = speedtransfer.Embedding(40, 24, idle="lazy", **options)
     second = torch.optim.AdamW(other.parameters(), lr=0.5)
     speedtransfer.load_checkpoint(path, other, second)
     return other, second
@@ -115,7 +114,7 @@ def test_a_seed_gives_a_run_which_goes_on(storage: Any, state: torch.dtype | Non
 @pytest.mark.parametrize("case", some(BASE), ids=str)
 def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -> None:
     torch.manual_seed(0)
-    emb = LAZY.Embedding(20, 8, storage_dtype=torch.int8, state_dtype=torch.uint8)
+    emb = speedtransfer.Embedding(20, 8, idle="lazy", storage_dtype=torch.int8, state_dtype=torch.uint8)
     dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"], freeze=False)
     sides = [(module, case.make(module.parameters())) for module in (emb, dense)]
     for module, optimizer in sides:
