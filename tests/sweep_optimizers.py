@@ -208,7 +208,8 @@ def difference(ours: Side, dense: Side, start: Tensor, tolerance: float) -> str 
     pairs |= {f"state {name!r}": (mine[name], value, value) for name, value in theirs.items()}
     for what, (value, expected, ways) in pairs.items():
         largest = float(ways.double().abs().nan_to_num(0, 0, 0).max()) if ways.numel() else 0.0
-        if not value.double().allclose(expected.double(), rtol=0, atol=tolerance * largest, equal_nan=True):
+        near = functools.partial(torch.allclose, rtol=0, atol=tolerance * largest, equal_nan=True)
+        if value.shape != expected.shape or not near(value.double(), expected.double()):
             return what
     return None if _outline(ours.state) == _outline(dense.state) else "what holds the state"
 
