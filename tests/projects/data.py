@@ -1,4 +1,4 @@
-"""Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, and a graph."""
+"""Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, facts."""
 
 from __future__ import annotations
 
@@ -81,11 +81,3 @@ def triples(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np
     rng = np.random.default_rng(seed)
     head, relation = (ITEMS * rng.random(count) ** 2).astype(np.int64), rng.integers(0, 5, count)
     return head, relation, (head + 7 * relation + rng.integers(0, 2, count)) % ITEMS
-
-
-def edges() -> np.ndarray:
-    """Return the edges (2, n) of a connected graph of the items, each in both directions."""
-    head, _, tail = triples(200, seed=2)
-    ring = np.arange(ITEMS)
-    one_way = np.stack([np.concatenate([ring, head]), np.concatenate([(ring + 1) % ITEMS, tail])])
-    return np.unique(np.concatenate([one_way, one_way[::-1]], 1), axis=1)
