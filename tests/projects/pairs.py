@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +29,6 @@ def in_both_ways(test: Any) -> Any:
     """Give a test the `way`, and whether what it compares is float64."""
     precisions = pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
     return pytest.mark.parametrize("way", WAYS)(precisions(test))
-
-
-def descend(opt: torch.optim.Optimizer, losses: Iterable[torch.Tensor]) -> list[float]:
-    """Make a step for each loss, before the next one is computed; return their values."""
-    found = []
-    for loss in losses:
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        found.append(loss.item())
-    return found
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 
 import speedtransfer as st
 from projects.pairs import DENSE, QUIET, TOLERANCE, Outcome, compare, hand_over, in_float64
@@ -88,9 +89,7 @@ def test_an_adapter_is_loaded_beside_tables_and_without(form, tmp_path):
             model = adapted(way, form).train()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
             for _ in range(3):
-                model(input_ids=ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, model(input_ids=ids, labels=ids).loss)
             model.eval().save_pretrained(tmp_path / way)
             loaded = PeftModel.from_pretrained(made(other), tmp_path / way).eval()
             with torch.no_grad():

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 
 import speedtransfer as st
 from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
-from projects.pairs import Outcome, classes, compare, descend, hand_over, in_both_ways
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways
 from speedtransfer.nn.ticket import open_tickets
 
 torchrec: Any = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
@@ -57,7 +58,12 @@ def fields_of(pooling: str) -> Any:
 
 
 def train(model: nn.Module, loss_of: Callable[[Any], Tensor], batches: list[Any], make: Any) -> Outcome:
-    return Outcome({"loss": descend(make(model.parameters()), map(loss_of, batches))}, {}, model)
+    opt, losses = make(model.parameters()), []
+    for batch in batches:
+        loss = loss_of(batch)
+        take_step(opt, loss)
+        losses.append(loss.item())
+    return Outcome({"loss": losses}, {}, model)
 
 
 def ready(model: nn.Module, way: str) -> nn.Module:
