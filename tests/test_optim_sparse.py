@@ -25,7 +25,7 @@ IDLE = ("lazy", "exact")
 
 @pytest.fixture(params=TAKERS)
 def make(request: pytest.FixtureRequest) -> Callable[..., Optimizer]:
-    return TAKERS[request.param][0]
+    return TAKERS[request.param]
 
 
 @pytest.mark.sweep

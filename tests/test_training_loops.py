@@ -233,4 +233,4 @@ SPARSE = [(program, name) for program in PROGRAMS for name in TAKERS if not has(
 @pytest.mark.sweep("program", "name")
 @pytest.mark.parametrize(("program", "name"), SPARSE, ids=lambda it: it.title if isinstance(it, Case) else it)
 def test_with_sparse_gradients(program: Case, name: str) -> None:
-    compare(program, sparse(TAKERS[name][0]), 1e-5 if has(program, SUMMED) else None)
+    compare(program, sparse(TAKERS[name]), 1e-5 if has(program, SUMMED) else None)

@@ -35,19 +35,6 @@ class Lion(RowOptimizer):
         m.lerp_(g, 0.01)
 
 
-class AdaBelief(RowOptimizer):
-    """Adds eps to the variance in every step, also where there is no gradient."""
-
-    def update(self, p, g, state, group) -> None:
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_var=torch.zeros_like(p))
-        state["step"] += 1
-        m, s = state["exp_avg"].lerp_(g, 0.1), state["exp_avg_var"]
-        s.mul_(0.999).addcmul_(g - m, g - m, value=0.001).add_(1e-6)
-        t = state["step"]
-        p.addcdiv_(m, (s / (1 - 0.999**t)).sqrt_().add_(1e-8), value=-group["lr"] / (1 - 0.9**t))
-
-
 class Yogi(RowOptimizer):
     """Starts from an accumulator of its own, which zero cannot stand for."""
 
@@ -199,7 +186,6 @@ class OddConstructor(RowOptimizer):
 # Name -> optimizer and the planes that it needs.
 STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "lion": (Lion, {"exp_avg"}),
-    "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "lookahead": (Lookahead, {"slow"}),
@@ -242,13 +228,6 @@ class DecaysNamed(RowOptimizer):
         p[rows] = 0.9 * p[rows] - group["lr"] * g.values()
 
 
-class Descends(RowOptimizer):
-    """Does the same with sparse gradients and with dense ones."""
-
-    def update(self, p, g, state, group) -> None:
-        p.add_(g, alpha=-group["lr"])
-
-
 class Uncoalesced(RowOptimizer):
     """Takes the square of every lookup by itself."""
 
@@ -289,16 +268,15 @@ class SingleSparse(RowOptimizer):
         RowWiseAdagrad.update(self, p, g, state, group)
 
 
-# Name -> optimizer, and what its steps get.
-TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
-    "sparse-adam": (functools.partial(SparseAdam, lr=0.05), "sparse"),
-    "sparse-adam-maximize": (functools.partial(SparseAdam, lr=0.01, maximize=True), "sparse"),
-    "row-wise": (RowWiseAdagrad, "sparse"),
-    "row-wise-initial": (functools.partial(RowWiseAdagrad, initial=0.3), "sparse"),
-    "decays-named": (DecaysNamed, "sparse"),
-    "descends": (Descends, "either"),
-    "sgd": (functools.partial(SGD, lr=0.1), "either"),
-    "adagrad": (functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2), "either"),
+TAKERS: dict[str, Callable[..., Optimizer]] = {
+    "sparse-adam": functools.partial(SparseAdam, lr=0.05),
+    "sparse-adam-maximize": functools.partial(SparseAdam, lr=0.01, maximize=True),
+    "row-wise": RowWiseAdagrad,
+    "row-wise-initial": functools.partial(RowWiseAdagrad, initial=0.3),
+    "decays-named": DecaysNamed,
+    # These do the same with dense gradients.
+    "sgd": functools.partial(SGD, lr=0.1),
+    "adagrad": functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2),
 }
 # Optimizer -> words of the reason for which it cannot train a table made with sparse=True.
 REFUSED_SPARSE: dict[type[RowOptimizer], str] = {
