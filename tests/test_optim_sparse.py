@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 IDLE = ("lazy", "exact")
 
 
-@pytest.fixture(params=TAKERS)
+@pytest.fixture(params=TAKERS.values(), ids=TAKERS)
 def make(request: pytest.FixtureRequest) -> Callable[..., Optimizer]:
-    return TAKERS[request.param]
+    return request.param
 
 
 @pytest.mark.sweep
