@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: F401 - statements use it
 from cases import take_step
 from in_child import FORKS, in_child, plain
 from torch import Tensor, nn

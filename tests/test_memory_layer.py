@@ -252,9 +252,10 @@ def test_compiled(name, rows):
     plain = copy.deepcopy(memory)
     run = torch.compile(memory, backend="aot_eager", fullgraph=rows is None)
     assert_close(train(memory, ADAMW, call=run), train(plain, ADAMW))
-    with memory.counting() as use:
-        run(hidden(2))
-    assert int(use.counts.sum()) == 2 * HEADS * K
+    if rows is not None:
+        with memory.counting() as use:
+            run(hidden(2))
+        assert int(use.counts.sum()) == 2 * HEADS * K
     torch.compiler.reset()
 
 

@@ -252,7 +252,7 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
         for number in range(3):
             model[0](torch.arange(number, number + 5)).pow(2).sum().backward()
-            want = use(model, optimizer, tmp_path / "before")
+            want = USES[name](model, optimizer, tmp_path / "before")
             seen = midway(optimizer, lambda: elsewhere(lambda: use(model, optimizer, tmp_path / "saved")))  # noqa: B023
             optimizer.zero_grad()
             if use is USES[name]:
