@@ -285,6 +285,7 @@ class TestOtherTensors:
         for given in (online.weight.data, online.weight):
             with pytest.raises(InvalidValueError, match=r"share the weight itself \(module\.weight = other\.weight\)"):
                 target.weight.data = given
+        target.weight.data = target.weight.data
         assert torch.equal(target.weight, before)
 
     def test_a_table_of_it(self, options: dict[str, Any]) -> None:
