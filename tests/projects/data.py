@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -56,24 +55,6 @@ def clicks(rows: int = 600, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.n
     effects = sum(rng.normal(size=size)[fields[:, k]] for k, size in enumerate(FIELDS))
     clicked = rng.random(rows) < 1 / (1 + np.exp(-(1.5 * effects + numbers[:, 0])))
     return fields, numbers.astype(np.float32), clicked.astype(np.float32)
-
-
-def write_atomic_files(folder: Path, name: str = "tiny") -> None:
-    """Write `folder`/`name` as RecBole reads data: tab-separated columns, each named with its type."""
-    data = interactions()
-    rng = np.random.default_rng(1)
-    (folder / name).mkdir(parents=True)
-    rows = zip(data.user, data.item, data.rating, data.time, strict=True)
-    _write(folder / name / f"{name}.inter", "user_id:token item_id:token rating:float timestamp:float", rows)
-    users = zip(range(USERS), rng.integers(0, 7, USERS), rng.integers(0, 2, USERS), strict=True)
-    _write(folder / name / f"{name}.user", "user_id:token age:token gender:token", users)
-    items = zip(range(ITEMS), rng.integers(0, 9, ITEMS), strict=True)
-    _write(folder / name / f"{name}.item", "item_id:token class:token", items)
-
-
-def _write(path: Path, header: str, rows: object) -> None:
-    lines = ["\t".join(header.split()), *("\t".join(str(value) for value in row) for row in rows)]  # type: ignore[attr-defined]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def triples(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
