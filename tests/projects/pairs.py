@@ -21,8 +21,6 @@ WAYS = ("replace", "swap")
 DENSE = "dense"
 TOLERANCE = 1e-9  # in float64
 DIGITS = 4  # as the projects print their losses and metrics
-# Of transformers' Trainer.
-QUIET = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 3, "logging_steps": 1}
 
 
 def in_both_ways(test: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from cases import take_step
 
 import speedtransfer as st
-from projects.pairs import DENSE, QUIET, TOLERANCE, Outcome, compare, hand_over, in_float64
+from projects.pairs import DENSE, TOLERANCE, Outcome, compare, hand_over, in_float64
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("peft", reason="PEFT is not installed: make projects")
@@ -46,8 +46,8 @@ def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...
 
     draw = torch.Generator().manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, gemma.VOCABULARY, (24, 9), generator=draw)]
-    about = {"save_steps": 3, "per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2}
-    settings = {**QUIET, **about, **dict(options)}
+    about = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 3, "logging_steps": 1, "save_steps": 3}
+    settings = {**about, "per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, **dict(options)}
 
     def trainer() -> Any:
         arguments = TrainingArguments(output_dir=f"{folder}/{way}-{form}", **settings)
