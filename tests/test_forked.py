@@ -78,7 +78,8 @@ def saved(run: Training) -> Tensor:
 
 def trained_copy(run: Training) -> Tensor:
     twin = copy.deepcopy(run.emb)
-    torch.enable_grad()(lambda: twin(torch.tensor([1, 2])).sum().backward())()
+    with torch.enable_grad():
+        twin(torch.tensor([1, 2])).sum().backward()
     torch.optim.SGD(twin.parameters(), lr=1.0).step()
     return twin.weight.detach()
 

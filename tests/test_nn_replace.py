@@ -191,7 +191,8 @@ def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool =
 
     loss(9).backward()
     first, second = loss(7), loss(5)
-    replace_embeddings(model) if replaced else None
+    if replaced:
+        replace_embeddings(model)
     first.backward()
     loss(3).backward()
     take_step(opt, second)

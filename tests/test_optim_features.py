@@ -91,7 +91,8 @@ def keep_zeros(opt: Any, step: int) -> None:
 
 
 def accumulate(opt: Any, step: int) -> None:
-    opt.zero_grad() if step % 2 == 0 else None
+    if step % 2 == 0:
+        opt.zero_grad()
 
 
 @pytest.mark.parametrize("clear", [None, keep_zeros, accumulate])
