@@ -235,20 +235,3 @@ def test_conversion_is_that_of_torch() -> None:
         assert torch.equal(copy.deepcopy(emb).to(dtype).weight.detach(), values.to(dtype))
     half = emb.bfloat16()
     assert (half.table.planes, half.table.dtype) == (("weight",), torch.bfloat16)
-
-
-def test_checkpoints_of_other_forms(tmp_path: Path) -> None:
-    """Rows of 24 bits into bfloat16 and back lose what bfloat16 does; into float32 and back nothing."""
-    emb = made()
-    st.save_checkpoint(tmp_path / "a", emb)
-    stored = load_file(*(tmp_path / "a").glob("model-*"))
-    assert {value.dtype for value in stored.values()} >= {torch.bfloat16, torch.int8}
-    for options in ({}, {"storage_dtype": torch.bfloat16}, SPLIT):
-        other = st.Embedding(ROWS, DIM, **options)
-        st.load_checkpoint(tmp_path / "a", other)
-        wanted = rows_of(emb).bfloat16().float() if options.get("storage_dtype") is torch.bfloat16 else rows_of(emb)
-        assert torch.equal(rows_of(other), wanted)
-        st.save_checkpoint(tmp_path / "b", other)
-        back = made(trained=False)
-        st.load_checkpoint(tmp_path / "b", back)
-        assert torch.equal(rows_of(back), wanted)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,10 +63,7 @@ def test_the_second_moment_decays_in_8_bits() -> None:
 # --- reproducible -----------------------------------------------------------------------------------------------------
 
 
-Pair = tuple[Any, torch.optim.Optimizer]
-
-
-def trained(seed: int = 3, flipped: bool = False, **options: Any) -> Pair:
+def trained(seed: int = 3, flipped: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     rows = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
     emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle="lazy", **options)
@@ -82,21 +78,12 @@ def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
     take_step(opt, emb(ids).square().sum())
 
 
-def from_checkpoint(emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path) -> Pair:
-    speedtransfer.save_checkpoint(path, emb, opt)
-    other = speedtransfer.Embedding(40, 24, idle="lazy", **options)
-    second = torch.optim.AdamW(other.parameters(), lr=0.5)
-    speedtransfer.load_checkpoint(path, other, second)
-    return other, second
-
-
 @pytest.mark.parametrize(("storage", "state"), FORMS)
-def test_a_seed_gives_a_run_which_goes_on(storage: Any, state: torch.dtype | None, tmp_path: Path) -> None:
+def test_a_seed_gives_a_run_which_goes_on(storage: Any, state: torch.dtype | None) -> None:
     options = {"storage_dtype": storage, "state_dtype": state}
     first, again, flipped = (trained(flipped=flipped, **options) for flipped in (False, False, True))
     other = trained(4, **options)
-    runs = [again, flipped, from_checkpoint(*first, options, tmp_path)]
-    runs += [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    runs = [again, flipped, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     found = []
     for emb, opt in (first, *runs, other):
         for ids in (torch.arange(10), torch.arange(5, 40)):
