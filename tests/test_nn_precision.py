@@ -6,14 +6,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import take_step
 from refusals import Refusal, check_refused, refusals
+from test_encoding import there_and_back
 from torch import Tensor, nn
 
 import speedtransfer
+from speedtransfer.encoding.choice import codec_for
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8, "split24")
@@ -31,22 +32,9 @@ def dense(rows: int = 12, dim: int = 6) -> nn.Embedding:
 
 
 def quantised(weight: Tensor, dtype: Any) -> Tensor:
-    """What a table of `dtype` holds of float32 rows, to the nearest."""
-    if dtype in FLOAT8:
-        top = torch.finfo(dtype).max
-        scale = weight.abs().amax(1, keepdim=True) / top
-        scale = (scale.view(torch.int32) & (-16 if top == 448 else -8)).view(torch.float32)
-        return (weight / scale).clamp(-top, top).to(dtype).float() * scale
-    if dtype == "split24":
-        # Of two as near the one whose last bit is zero.
-        words = weight.numpy().view(np.uint32).astype(np.int64)
-        words += 0x7F + (words >> 8 & 1)
-        return torch.from_numpy((words & 0xFFFFFF00).astype(np.uint32).view(np.float32))
-    if dtype != torch.int8:
-        return weight.to(dtype).float()
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    scale = (scale.view(torch.int32) & ~127).view(torch.float32)
-    return (weight / scale).round().clamp(-127, 127) * scale
+    """What a table of `dtype` holds of float32 rows, to the nearest, with one scale for a row."""
+    width = weight.shape[1]
+    return there_and_back(codec_for(width, torch.float32, dtype, width if dtype in FLOAT8 else None), weight)
 
 
 def values(emb: nn.Module) -> Tensor:
