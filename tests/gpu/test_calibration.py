@@ -4,23 +4,16 @@ import itertools
 
 import pytest
 import torch
+from test_engines_auto import cache  # noqa: F401 - a fixture
 
 import speedtransfer as st
 from gpu.tools import hold
-from speedtransfer.engines import auto, calibration
+from speedtransfer.engines import auto
 from speedtransfer.engines.calibration import PLANE_BYTES, Calibration, Point, machine_of, remember
 from speedtransfer.engines.timing import NUM_ROWS, ROW_BYTES
 from speedtransfer.planning.this_machine import this_machine
 
 NAMES = ("mapped", "staged")
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
-    calibration._known.clear()
-    yield tmp_path / "cache"
-    calibration._known.clear()
 
 
 def choose(device, gather, scatter):
