@@ -142,7 +142,6 @@ WEIGHTED = [(ids, at, torch.rand(len(ids), dtype=F64)) for ids, at in OFFSETS]
 SIZES = {"user": 20, "item": 20, "day": 25}
 PARTS = [(drawn(*shapes),) for shapes in ((3, (4, 5), 6), (5, (2, 6), 3), (4, (3, 2), 7))]
 SOME = [({"user": users, "day": days},) for ((users, _, days),) in PARTS]
-BAGS = [(dict.fromkeys(SIZES, pair),) for pair in OFFSETS]
 IDS = [(ids * 10**9 + 3,) for ids in drawn((4, 3), (5, 3), (6, 2), (4, 3))]
 # What is compiled, its batches, and whether torch.nn trains the same: not with other idle rows, or from other values.
 KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
@@ -158,14 +157,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
     "list": (features([*SIZES.values()], padding_idx=2), PARTS, True),
     "some features": (features(SIZES, padding_idx=2), SOME, False),
     "features alone": (Alone, TABLES, False),
-    "bags of features": (lambda: st.MultiEmbeddingBag(SIZES, 4, mode="sum", dtype=F64), BAGS, False),
     "ids": (by_id(unseen="row", admit=2, padding_idx=3), IDS, False),
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "bags of features", "ids")
+    "name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "ids")
 )
 def test_every_kind(name: str, backend: str) -> None:
     """A compiled model has the bits of the model itself, and the numbers of torch.nn, for batches of any size."""

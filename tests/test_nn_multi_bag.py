@@ -218,6 +218,11 @@ def test_from_modules_and_state_dicts() -> None:
     tables.load_state_dict(ours.state_dict())
 
 
+def test_compiled() -> None:
+    ours, bags = multi(), FORMS["pairs"](batch())
+    assert_same(torch.compile(ours, backend="eager")(bags), ours(bags))
+
+
 def test_a_vocabulary() -> None:
     """Ids of any kind: what they had on the CPU as row numbers, once all are known."""
     ours = multi(padding_idx=None, vocabulary=st.Vocabulary())
