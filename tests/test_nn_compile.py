@@ -162,9 +162,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "ids")
-)
+@pytest.mark.parametrize("name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "ids"))
 def test_every_kind(name: str, backend: str) -> None:
     """A compiled model has the bits of the model itself, and the numbers of torch.nn, for batches of any size."""
     make, given, dense = KINDS[name]
