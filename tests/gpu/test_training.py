@@ -29,8 +29,8 @@ def ngrams(_: int, dim: int, **options: Any) -> Any:
     return st.NgramEmbedding(st.NgramHash(heads=2, rows=100, vocab_size=NUM_ROWS, eos=0), dim, combine="sum", **options)
 
 
-def features(num_rows: int, dim: int, kind: Any = st.MultiEmbedding, **options: Any) -> Any:
-    return kind([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
+def features(num_rows: int, dim: int, of: Any = st.MultiEmbedding, **options: Any) -> Any:
+    return of([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
 
 
 class OneByOne(st.MultiEmbedding):
@@ -88,7 +88,7 @@ CASES |= {
     "bags of means": Case({"mode": "mean", "idle": "lazy"}, "sgd-momentum", st.EmbeddingBag),
     "bags of maxima": Case({"mode": "max"}, kind=st.EmbeddingBag),
     "features": Case({"padding_idx": 1}, kind=features),
-    "features one by one": Case({"padding_idx": 1, "kind": OneByOne}, kind=features, memories=("device",)),
+    "features one by one": Case({"padding_idx": 1, "of": OneByOne}, kind=features, memories=("device",)),
     "bags of features": Case({"padding_idx": 1}, kind=bags_of_features),
     "n-grams": Case({"std": 1.0}, kind=ngrams, memories=("pinned", "pageable")),
     "vocabulary": Case(vocabulary()),
