@@ -133,7 +133,7 @@ $(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requi
 	$(PROJECTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/projects/requirements.txt
 	@touch $@
 
-# ARGS="-k torchrec": those alone.
+# ARGS="-k recbole": those alone.
 projects: $(PROJECTS)/.ready
 	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects $(ARGS)
 

@@ -1,8 +1,9 @@
-"""Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, facts."""
+"""Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, and a graph."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -57,8 +58,34 @@ def clicks(rows: int = 600, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.n
     return fields, numbers.astype(np.float32), clicked.astype(np.float32)
 
 
+def write_atomic_files(folder: Path, name: str = "tiny") -> None:
+    """Write `folder`/`name` as RecBole reads data: tab-separated columns, each named with its type."""
+    data = interactions()
+    rng = np.random.default_rng(1)
+    (folder / name).mkdir(parents=True)
+    rows = zip(data.user, data.item, data.rating, data.time, strict=True)
+    _write(folder / name / f"{name}.inter", "user_id:token item_id:token rating:float timestamp:float", rows)
+    users = zip(range(USERS), rng.integers(0, 7, USERS), rng.integers(0, 2, USERS), strict=True)
+    _write(folder / name / f"{name}.user", "user_id:token age:token gender:token", users)
+    items = zip(range(ITEMS), rng.integers(0, 9, ITEMS), strict=True)
+    _write(folder / name / f"{name}.item", "item_id:token class:token", items)
+
+
+def _write(path: Path, header: str, rows: object) -> None:
+    lines = ["\t".join(header.split()), *("\t".join(str(value) for value in row) for row in rows)]  # type: ignore[attr-defined]
+    path.write_text("\n".join(lines) + "\n")
+
+
 def triples(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return heads, relations and tails of a knowledge graph over the items, with 5 relations: each is a shift."""
     rng = np.random.default_rng(seed)
     head, relation = (ITEMS * rng.random(count) ** 2).astype(np.int64), rng.integers(0, 5, count)
     return head, relation, (head + 7 * relation + rng.integers(0, 2, count)) % ITEMS
+
+
+def edges() -> np.ndarray:
+    """Return the edges (2, n) of a connected graph of the items, each in both directions."""
+    head, _, tail = triples(200, seed=2)
+    ring = np.arange(ITEMS)
+    one_way = np.stack([np.concatenate([ring, head]), np.concatenate([(ring + 1) % ITEMS, tail])])
+    return np.unique(np.concatenate([one_way, one_way[::-1]], 1), axis=1)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -21,12 +20,6 @@ WAYS = ("replace", "swap")
 DENSE = "dense"
 TOLERANCE = 1e-9  # in float64
 DIGITS = 4  # as the projects print their losses and metrics
-
-
-def in_both_ways(test: Any) -> Any:
-    """Give a test the `way`, and whether what it compares is float64."""
-    precisions = pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-    return pytest.mark.parametrize("way", WAYS)(precisions(test))
 
 
 @dataclass

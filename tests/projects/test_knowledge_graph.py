@@ -1,4 +1,4 @@
-"""PyKEEN's models, and the example that trains one: beside nn.Embedding, resumed, and its ranks beside PyKEEN's."""
+"""The example that trains a knowledge graph by PyKEEN: beside nn.Embedding, resumed, and its ranks beside PyKEEN's."""
 
 import argparse
 import contextlib
@@ -7,23 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import speedtransfer as st
-from projects.data import ITEMS, triples
-from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways, in_float64
+from projects.pairs import in_float64
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("pykeen", reason="PyKEEN is not installed: make projects")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 knowledge_graph = pytest.importorskip("knowledge_graph", reason="psutil is not installed: make projects")
-
-from pykeen import models  # noqa: E402
-from pykeen.evaluation import RankBasedEvaluator  # noqa: E402
-from pykeen.training import SLCWATrainingLoop  # noqa: E402
-from pykeen.triples import CoreTriplesFactory  # noqa: E402
 
 ENTITIES = 1000
 
@@ -70,17 +63,19 @@ def test_a_resumed_run_has_the_losses_of_a_whole_one(tmp_path):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-def evaluated(model: torch.nn.Module, held_out: torch.Tensor, known: torch.Tensor) -> Any:
-    return RankBasedEvaluator().evaluate(
-        model=model, mapped_triples=held_out, additional_filter_triples=known, batch_size=16, use_tqdm=False
-    )
-
-
 def test_ranks_are_those_of_pykeen(tmp_path):
+    from pykeen.evaluation import RankBasedEvaluator
+
     facts, held_out = knowledge_graph.make_facts(ENTITIES, 3000)
     _, model = trained(tmp_path / "entities.npy", epochs=6)
     found = knowledge_graph.ranks(model, held_out, torch.cat([facts.mapped_triples, held_out]), width=77)
-    results = evaluated(model, held_out, facts.mapped_triples)
+    results = RankBasedEvaluator().evaluate(
+        model=model,
+        mapped_triples=held_out,
+        additional_filter_triples=facts.mapped_triples,
+        batch_size=16,
+        use_tqdm=False,
+    )
     assert found.shape == (2 * len(held_out),)
     assert found.reciprocal().mean().item() == pytest.approx(results.get_metric("mrr"), rel=1e-5)
     assert (found <= 10).double().mean().item() == pytest.approx(results.get_metric("hits@10"))
@@ -110,31 +105,3 @@ def test_the_program(tmp_path, monkeypatch, capsys):
     rest = re.search(losses, printed("--resume", "--epochs", "2"))[1]
     assert first != rest
     assert re.search(r"MRR 0\.\d+, hits@10 [01]\.\d+, filtered: 200 questions with 1,000 answers", printed("--resume"))
-
-
-# --- models of PyKEEN as they are -------------------------------------------------------------------------------------
-
-
-def pykeen(way: str, model: str) -> Outcome:
-    """PyKEEN's models, training loop and evaluation: constraints and regularisers on `weight` after each step."""
-    data = torch.tensor(np.stack(triples(), 1))
-    training, testing = (CoreTriplesFactory(part, ITEMS, 5) for part in (data[:320], data[320:]))
-    torch.manual_seed(0)
-    with classes(way, "pykeen"):
-        net = getattr(models, model)(triples_factory=training, embedding_dim=8, random_seed=3, loss="softplus")
-    hand_over(net, way)
-    opt = torch.optim.Adam(net.get_grad_params(), lr=0.02)
-    loop = SLCWATrainingLoop(model=net, triples_factory=training, optimizer=opt)
-    torch.manual_seed(4)
-    np.random.seed(4)
-    losses = loop.train(triples_factory=training, num_epochs=3, batch_size=64, use_tqdm=False, use_tqdm_batch=False)
-    results = evaluated(net, testing.mapped_triples, training.mapped_triples)
-    scores = net.score_t(testing.mapped_triples[:5, :2])
-    printed = {"losses": losses, "mrr": results.get_metric("mrr"), "hits": results.get_metric("hits@10")}
-    return Outcome(printed, {"scores": scores}, net)
-
-
-@in_both_ways
-@pytest.mark.parametrize("model", ["TransE", "DistMult"])
-def test_pykeen(model, way, double):
-    compare(pykeen, way, double, model)

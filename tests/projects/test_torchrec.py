@@ -1,4 +1,4 @@
-"""TorchRec's collections, DLRM, DeepFM and sequences, on its own CPU modules and on ours."""
+"""TorchRec's collections, DLRM, DeepFM and two towers of its layers, on its own CPU modules and on ours."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import take_step
 from torch import Tensor, nn
 
 import speedtransfer as st
 from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
-from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways
+from projects.pairs import WAYS, Outcome, classes, compare, hand_over
 from speedtransfer.nn.ticket import open_tickets
 
 torchrec: Any = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
@@ -61,7 +60,9 @@ def train(model: nn.Module, loss_of: Callable[[Any], Tensor], batches: list[Any]
     opt, losses = make(model.parameters()), []
     for batch in batches:
         loss = loss_of(batch)
-        take_step(opt, loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
         losses.append(loss.item())
     return Outcome({"loss": losses}, {}, model)
 
@@ -95,12 +96,47 @@ def deepfm(way: str) -> Outcome:
     return train(model, loss_of, batches(), lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1))
 
 
+class TwoTowers(nn.Module):
+    """What users and what items are like, each by a row and layers of its own."""
+
+    def __init__(self, tables: Any, widths: list[int]) -> None:
+        from torchrec.modules.mlp import MLP
+
+        super().__init__()
+        self.rows = tables
+        self.towers = nn.ModuleDict({name: MLP(DIM, widths) for name in ("userId", "movieId")})
+
+    def forward(self, ids: Any) -> list[Tensor]:
+        found = self.rows(ids).to_dict()
+        return [tower(found[name]) for name, tower in self.towers.items()]
+
+
+def two_tower(way: str) -> Outcome:
+    torch.manual_seed(1)
+    with classes(way, "torchrec"):
+        tables = [table("t_userId", USERS, ["userId"]), table("t_movieId", ITEMS, ["movieId"])]
+        model = TwoTowers(torchrec.EmbeddingBagCollection(tables=tables), [16, DIM])
+    ready(model, way)
+    data = interactions()
+    users, items, likes = (torch.tensor(part) for part in (data.user, data.item, data.rating > 3))
+
+    def loss_of(at: Tensor) -> Tensor:
+        one = torch.ones(2 * len(at), dtype=torch.int32)
+        keyed = torchrec.KeyedJaggedTensor(["userId", "movieId"], torch.cat([users[at], items[at]]), lengths=one)
+        query, candidate = model(keyed)
+        logits = (query * candidate).sum(dim=1).squeeze()
+        return nn.functional.binary_cross_entropy_with_logits(logits, likes[at].to(logits.dtype))
+
+    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).split(BATCH)
+    return train(model, loss_of, [*order, *order], lambda params: torch.optim.Adam(params, lr=0.02))
+
+
 class Sequences(nn.Module):
     """Items from those before, by an ``EmbeddingCollection``."""
 
     def __init__(self) -> None:
         super().__init__()
-        named = [torchrec.EmbeddingConfig(**ITEM, feature_names=["past", "next"]), torchrec.EmbeddingConfig(**WHO)]
+        named = [torchrec.EmbeddingConfig(**given) for given in (ITEM, WHO)]
         self.rows = torchrec.EmbeddingCollection(tables=named, need_indices=True)
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
 
@@ -112,7 +148,12 @@ class Sequences(nn.Module):
         return (state * found["next"].values()).sum(1)
 
 
-ITEM: dict[str, Any] = {"name": "item", "num_embeddings": ITEMS, "embedding_dim": DIM}
+ITEM: dict[str, Any] = {
+    "name": "item",
+    "num_embeddings": ITEMS,
+    "embedding_dim": DIM,
+    "feature_names": ["past", "next"],
+}
 WHO: dict[str, Any] = {"name": "user", "num_embeddings": USERS, "embedding_dim": DIM, "feature_names": ["user"]}
 
 
@@ -137,11 +178,12 @@ def sequences(way: str) -> Outcome:
     return train(model, loss_of, [*range(8)], lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
 
 
-RUNS = {"DLRM": dlrm, "DeepFM": deepfm, "sequences": sequences}
+RUNS = {"DLRM": dlrm, "DeepFM": deepfm, "two towers": two_tower, "sequences": sequences}
 
 
 @pytest.mark.slow
-@in_both_ways
+@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", RUNS)
 def test_torchrec(run, way, double):
     compare(RUNS[run], way, double)
@@ -195,7 +237,7 @@ def test_forward_and_copies(weighted, dims):
 def test_read_ahead_by_a_loader(weighted):
     """The lookups of both kinds find what was read ahead for them, of a collection among others."""
     bags, given = collection(weighted), [keyed(torch.rand(11)) for _ in range(4)]
-    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**ITEM, feature_names=["a", "c"])])
+    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**{**ITEM, "feature_names": ["a", "c"]})])
     model = nn.ModuleDict({"bags": bags, "rows": rows})
     plain = copy.deepcopy(model)
     st.replace_embeddings(model, 0)
