@@ -6,9 +6,7 @@ A dense optimizer changes rows that no batch touched (momentum, weight decay). T
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,37 +91,6 @@ class LazyOracle:
         return start if isinstance(start, Tensor) else torch.full_like(value, start)
 
 
-# --- comparing ----------------------------------------------------------------------------------------------------------
-
-
-def assert_same_state(
-    ours: Optimizer,
-    our_module: nn.Module,
-    dense: Optimizer,
-    dense_module: Any,
-    tolerance: float = 0.0,
-    scaled: bool = False,
-) -> None:
-    """Compare full planes, shared scalars and the names of both; `scaled`: the tolerance is a share of the largest value."""
-    state, expected = dict(ours.state.get(our_module.weight, {})), dense.state.get(dense_module.weight, {})
-    # Of a table with a cache.
-    state |= {key: value.decode() for key, value in state.items() if isinstance(value, EncodedPlane | PlaneView)}
-    ours_in, theirs = tensors_in(state), tensors_in(expected)
-    assert (set(state), set(ours_in)) == (set(expected), set(theirs))
-    for key, value in theirs.items():
-        if getattr(dense_module, "sparse", False):
-            # torch loads what it saved as int32 into the dtype of the weights
-            value = value.to_dense().to(ours_in[key].dtype)
-        atol = tolerance * float(value.abs().max()) if scaled and value.numel() else tolerance
-        rtol = 0 if scaled else tolerance
-        torch.testing.assert_close(
-            ours_in[key], value, rtol=rtol, atol=atol, msg=lambda text, key=key: f"state {key}: {text}"
-        )
-    for key, value in expected.items():
-        assert type(state[key]) is type(value)
-        assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
-
-
 # --- batches ------------------------------------------------------------------------------------------------------------
 
 
@@ -141,17 +108,10 @@ def skewed_batches(
     return batches
 
 
-# Our modules with idle rows as the oracle has them.
-LAZY = SimpleNamespace(
-    Embedding=functools.partial(speedtransfer.Embedding, idle="lazy"),
-    EmbeddingBag=functools.partial(speedtransfer.EmbeddingBag, idle="lazy"),
-)
-
-
 def both(num_rows: int = 12, dim: int = 5, kind: str = "Embedding", **options: Any) -> tuple[Any, Any]:
     """Return one of our modules and the same one of torch."""
     torch.manual_seed(2)
-    ours = getattr(LAZY, kind)(num_rows, dim, **options)
+    ours = getattr(speedtransfer, kind)(num_rows, dim, idle="lazy", **options)
     torch.manual_seed(2)
     return ours, getattr(nn, kind)(num_rows, dim, **options)
 
@@ -232,7 +192,21 @@ class Twins:
         assert moved > 0.01
         rtol = 0 if scaled else tolerance
         torch.testing.assert_close(self.ours.table.torch(), expected, rtol=rtol, atol=tolerance * moved)
-        assert_same_state(self.opt, self.ours, self.dense_opt, self.dense, tolerance, scaled)
+        # Full planes, shared scalars and the names of both; with exact rows the tolerance is a share of the largest value.
+        state, wanted = dict(self.opt.state.get(self.ours.weight, {})), self.dense_opt.state.get(self.dense.weight, {})
+        # Of a table with a cache.
+        state |= {key: value.decode() for key, value in state.items() if isinstance(value, EncodedPlane | PlaneView)}
+        ours, theirs = tensors_in(state), tensors_in(wanted)
+        assert (set(state), set(ours)) == (set(wanted), set(theirs))
+        for key, value in theirs.items():
+            if self.sparse:
+                # torch loads what it saved as int32 into the dtype of the weights
+                value = value.to_dense().to(ours[key].dtype)
+            atol = tolerance * float(value.abs().max()) if scaled and value.numel() else tolerance
+            torch.testing.assert_close(ours[key], value, rtol=rtol, atol=atol, msg=lambda text, k=key: f"{k}: {text}")
+        for key, value in wanted.items():
+            assert type(state[key]) is type(value)
+            assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
 
 
 def exact(case: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:

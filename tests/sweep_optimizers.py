@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cases import dtype_name
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss, tensors_in
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -207,11 +208,8 @@ def difference(ours: Side, dense: Side, start: Tensor, tolerance: float) -> str 
     pairs |= {f"state {name!r}": (mine[name], value, value) for name, value in theirs.items()}
     for what, (value, expected, ways) in pairs.items():
         largest = float(ways.double().abs().nan_to_num(0, 0, 0).max()) if ways.numel() else 0.0
-        try:
-            torch.testing.assert_close(
-                value.double(), expected.double(), rtol=0, atol=tolerance * largest, equal_nan=True
-            )
-        except AssertionError:
+        near = functools.partial(torch.allclose, rtol=0, atol=tolerance * largest, equal_nan=True)
+        if value.shape != expected.shape or not near(value.double(), expected.double()):
             return what
     return None if _outline(ours.state) == _outline(dense.state) else "what holds the state"
 
@@ -260,15 +258,11 @@ def outcome(package: str, kind: type[Any]) -> Outcome:
             except Exception as error:
                 return Outcome(package, name, DIFFERS, f"fails with {type(error).__name__}: {words(error)}")
             if what is not None:
-                return Outcome(package, name, DIFFERS, f"{what} ({_dtype(dtype)})")
-            done.append(_dtype(dtype))
+                return Outcome(package, name, DIFFERS, f"{what} ({dtype_name(dtype)})")
+            done.append(dtype_name(dtype))
         if done:
             return Outcome(package, name, WORKS, "" if len(done) == len(TOLERANCE) else f"in {done[0]}")
     return Outcome(package, name, FAILS, reasons[0])
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def classes(module_name: str) -> Iterator[type[Optimizer]]:

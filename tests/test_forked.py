@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: F401 - statements use it
 from cases import take_step
 from in_child import FORKS, in_child, plain
 from torch import Tensor, nn
@@ -63,10 +63,9 @@ class Training:
 
 def checkpoint(run: Training) -> Any:
     """Save in this process, and return what a new model reads."""
-    path = run.path.with_name("checkpoint")
-    st.save_checkpoint(path, run.model, run.opt)
     model = nn.ModuleDict({"emb": nn.Embedding(ROWS, DIM)})
-    opt = torch.optim.AdamW(model.parameters())
+    path, opt = run.path.with_name("checkpoint"), torch.optim.AdamW(model.parameters())
+    st.save_checkpoint(path, run.model, run.opt)
     st.load_checkpoint(path, model, opt)
     return model["emb"].weight.detach(), opt.state_dict()["state"]
 
@@ -85,16 +84,10 @@ def trained_copy(run: Training) -> Tensor:
     return twin.weight.detach()
 
 
-NAMES = {"copy": copy, "pickle": pickle, "torch": torch, "nn": nn, "F": F, "st": st, "EVERY": EVERY}
-NAMES |= {"ROWS": ROWS, "DIM": DIM}
-
-
 @torch.no_grad()
 def done(statement: str, run: Training) -> Any:
-    functions = {each.__name__: each for each in (checkpoint, saved, trained_copy, backward)}
-    emb = run.emb
-    parts = {"run": run, "model": run.model, "emb": emb, "weight": emb.weight, "table": emb.table}
-    return eval(statement, NAMES | functions | parts)
+    parts = {"run": run, "model": run.model, "emb": run.emb, "weight": run.emb.weight, "table": run.emb.table}
+    return eval(statement, globals() | parts)
 
 
 READS = """

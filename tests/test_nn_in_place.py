@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,43 +51,34 @@ def pair(num: int, **options: Any) -> tuple[Any, Any, Tensor]:
     return ours, dense, torch.stack([ids, ids.flip(0), ids], 1) if "mode" in options else ids
 
 
-def scaled(out: Tensor, scale: Tensor) -> Tensor:
-    out *= scale
-    return out
-
-
-def compare(modules: tuple[nn.Module, nn.Module], use: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    """Check that values, and the gradients of the rows and of a scale, are those of torch."""
+def compare(ours: Any, dense: Any, ids: Tensor) -> None:
+    """Scale what both return, in place; check that values, and the gradients of the rows and the scale, are torch's."""
     results = []
-    for module in modules:
-        scale = torch.tensor(1.5, dtype=modules[1].weight.dtype, requires_grad=True)
-        out = use(module, scale)
+    for module in (ours, dense):
+        scale = torch.tensor(1.5, dtype=dense.weight.dtype, requires_grad=True)
+        out = module(ids)
+        out *= scale
         out.sum().backward()
         results.append((out.detach(), scale.grad))
-    (ours, ours_scale), (dense, dense_scale) = results
-    tolerance = {2: 3e-2, 4: 2e-5, 8: 1e-12}[dense.element_size()]
-    torch.testing.assert_close(ours, dense, rtol=0, atol=0)
-    torch.testing.assert_close(ours_scale, dense_scale, rtol=1e-2 if dense.element_size() == 2 else 1e-5, atol=1e-5)
-    grad = modules[1].weight.grad
-    torch.testing.assert_close(dense_grad(modules[0]), grad, rtol=tolerance, atol=tolerance * float(grad.abs().max()))
+    values, scales = zip(*results, strict=True)
+    size = dense.weight.element_size()
+    torch.testing.assert_close(*values, rtol=0, atol=0)
+    torch.testing.assert_close(*scales, rtol=1e-2 if size == 2 else 1e-5, atol=1e-5)
+    tolerance, grad = {2: 3e-2, 4: 2e-5, 8: 1e-12}[size], dense.weight.grad
+    torch.testing.assert_close(dense_grad(ours), grad, rtol=tolerance, atol=tolerance * float(grad.abs().max()))
 
 
 @pytest.mark.parametrize("num", SIZES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_at_every_size(num: int, threads: int) -> None:
-    before = torch.get_num_threads()
+def test_at_every_size(num: int, threads: int, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(threads)
-    try:
-        ours, dense, ids = pair(num)
-        compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
-    finally:
-        torch.set_num_threads(before)
+    compare(*pair(num))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form(form: str) -> None:
-    ours, dense, ids = pair(NEAR * 2 + 2, **FORMS[form])
-    compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
+    compare(*pair(NEAR * 2 + 2, **FORMS[form]))
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import take_step
+from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -19,17 +20,12 @@ PADDING = {"user": -4, "item": None, "hour": 0}
 # Which features have a gradient in each step.
 STEPS = ["ui", "uih", "i", "", "uh", "uih", "h", "ui", "uih", "u", "uih", "ih"]
 NAMES = {name[0]: name for name in SIZES}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
-    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
-}
-ADAMW = OPTIMIZERS["adamw"]
+ADAMW = case_named("adamw").make
 
 
-def multi(sizes: Any = SIZES, **about: Any) -> st.MultiEmbedding:
-    options = {name: about.pop(name) for name in ("idle", "max_norm", "storage_dtype") if name in about}
-    options = options if "storage_dtype" in options else {"dtype": torch.float64, **options}
-    return st.MultiEmbedding(sizes, 4, PADDING, vocabulary=st.Vocabulary(seed=1, **about), **options)
+def multi(sizes: Any = SIZES, idle: Any = "auto", **about: Any) -> st.MultiEmbedding:
+    words = st.Vocabulary(seed=1, **about)
+    return st.MultiEmbedding(sizes, 4, PADDING, vocabulary=words, idle=idle, dtype=torch.float64)
 
 
 class Each(nn.ModuleDict):
@@ -102,14 +98,14 @@ def forget(embs: Any, step: int) -> None:
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay"])
 def test_a_step_leaves_features_out_as_modules_of_their_own(name: str, idle: str, together: bool, grows: bool) -> None:
     """Also where ids are forgotten, and the table grows."""
     ours = multi(dict.fromkeys(SIZES, 2), idle=idle, max_capacity=1000) if grows else multi(idle=idle)
     theirs = Each(ours, idle)
     for embs in (ours, theirs):
         steps, before = range(len(STEPS)), forget if grows else lambda embs, step: None
-        train(embs, OPTIMIZERS[name](embs.parameters()), steps, together, before)
+        train(embs, case_named(name).make(embs.parameters()), steps, together, before)
     assert len(ours.vocabulary) > 30
     assert_same(ours, theirs)
     ours.eval(), theirs.eval()
@@ -165,10 +161,12 @@ ABOUT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("about", ABOUT)
 def test_the_vocabulary_does_what_it_says(about: str, form: str) -> None:
     """The rows of ids, one after the other, as one table that is looked up by the ids of the vocabulary."""
-    sizes, settings = dict.fromkeys(SIZES, 10), dict(ABOUT[about])
+    settings = dict(ABOUT[about])
     options = {name: settings.pop(name) for name in ("storage_dtype", "max_norm") if name in settings}
     torch.manual_seed(0)
-    ours = st.MultiEmbedding(sizes, 4, PADDING, **options, vocabulary=st.Vocabulary(seed=1, **settings))
+    ours = st.MultiEmbedding(
+        dict.fromkeys(SIZES, 10), 4, PADDING, **options, vocabulary=st.Vocabulary(seed=1, **settings)
+    )
     torch.manual_seed(0)
     one = st.Embedding(30, 4, 0, **options, vocabulary=st.Vocabulary(seed=1, **settings))
     opts = [ADAMW(emb.parameters()) for emb in (ours, one)]

@@ -44,9 +44,13 @@ PUT: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 }
 
 
-def loaded(model: nn.Module, **how: bool) -> nn.Module:
+def after(use: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
+    """Return what uses a model, and returns the model."""
+    return lambda model: (use(model), model)[1]
+
+
+def load(model: nn.Module, **how: bool) -> None:
     model.load_state_dict({name: value.clone() * 2 for name, value in model.state_dict().items()}, **how)
-    return model
 
 
 def averaged(model: nn.Module) -> nn.Module:
@@ -55,16 +59,14 @@ def averaged(model: nn.Module) -> nn.Module:
     return average.module
 
 
-def drawn(model: nn.Module) -> nn.Module:
+def draw(model: nn.Module) -> None:
     torch.manual_seed(4)
     model[0].reset_parameters()
-    return model
 
 
-def emptied(model: nn.Module, device: str = "cpu") -> nn.Module:
+def empty(model: nn.Module, device: str = "cpu") -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.to(device).to_empty(device="cpu").load_state_dict(state)
-    return model
 
 
 THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -73,15 +75,15 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "half": lambda model: model.half().double(),
     **COPIES,
     "average": averaged,
-    "load": loaded,
-    "load assign": lambda model: loaded(model, assign=True),
-    "reset": drawn,
-    "to_empty": emptied,
-    "meta": lambda model: emptied(model, "meta"),
-    "repr": lambda model: (repr(model), model)[1],
+    "load": after(load),
+    "load assign": after(lambda model: load(model, assign=True)),
+    "reset": after(draw),
+    "to_empty": after(empty),
+    "meta": after(lambda model: empty(model, "meta")),
+    "repr": after(repr),
     "to_dense": st.to_dense,
-    "functional_call": lambda model: (torch.func.functional_call(model, {"0.weight": ROWS}, (IDS,)), model)[1],
-    "assign": lambda model: (setattr(model[0], "weight", model[0].weight), model)[1],
+    "functional_call": after(lambda model: torch.func.functional_call(model, {"0.weight": ROWS}, (IDS,))),
+    "assign": after(lambda model: setattr(model[0], "weight", model[0].weight)),
 }
 
 

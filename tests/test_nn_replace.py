@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -12,11 +13,8 @@ from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.replace import Replaced
 
-
-def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> Replaced:
-    return speedtransfer.replace_embeddings(model, min_rows, **options)
+replace_embeddings = functools.partial(speedtransfer.replace_embeddings, min_rows=0)
 
 
 class Model(nn.Module):
@@ -50,17 +48,16 @@ def test_names_modules_and_flags() -> None:
 def test_every_argument_is_kept() -> None:
     given = nn.Embedding(9, 4, 2, 1.5, 1.0, True, True)
     bag = nn.EmbeddingBag(9, 4, 1.5, 1.0, False, "max", False, None, True, 3)
-    model = nn.ModuleDict({"given": given, "bag": bag})
-    before = copy.deepcopy(model)
-    weights = [given.weight, bag.weight]
+    model = nn.ModuleList([given, bag])
+    before, weights = copy.deepcopy(model), [given.weight, bag.weight]
     replace_embeddings(model)
-    for old, new in ((before["given"], given), (before["bag"], bag)):
+    # The objects are the same, so what holds them goes on to work.
+    for module, old, new, weight in zip(model, before, (given, bag), weights, strict=True):
+        assert module is new
+        assert new.weight is weight
         assert new.extra_repr() == old.extra_repr() + ", memory='pageable'"
         assert torch.equal(new.table.torch(), old.weight)
     assert bag.include_last_offset is True
-    assert model["given"] is given  # the objects are the same, so what holds them goes on to work
-    assert given.weight is weights[0]
-    assert bag.weight is weights[1]
 
 
 class Tied(nn.Module):
@@ -193,12 +190,12 @@ def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool =
         return model(torch.arange(6).view(2, 3) * step % 50).square().sum()
 
     loss(9).backward()
-    losses = loss(7), loss(5)
+    first, second = loss(7), loss(5)
     if replaced:
         replace_embeddings(model)
-    losses[0].backward()
+    first.backward()
     loss(3).backward()
-    take_step(opt, losses[1])
+    take_step(opt, second)
     take_step(opt, loss(2))
     return model[0].weight.detach().clone(), seen
 
@@ -213,16 +210,12 @@ def test_the_gradient_of_a_forward_before_the_table(kind: Any, how: dict[str, An
 
 def test_rows_in_another_order_cannot_take_it() -> None:
     model = nn.Sequential(nn.Embedding(50, 4))
-    loss = model(torch.arange(6)).square().sum()
-    replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
-    with pytest.raises(InvalidValueError, match=r"0\.weight is used by its node .* a forward before it got its table"):
-        loss.backward()
-
-
-def test_a_gradient_of_rows_by_number_keeps_a_vocabulary_away() -> None:
-    model = nn.Sequential(nn.Embedding(50, 4))
-    model(torch.arange(6)).sum().backward()
+    before, loss = (model(torch.arange(6)).square().sum() for _ in range(2))
+    before.backward()
     report = replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
     assert "has a gradient" in report.left["0"]
     assert type(model[0]) is nn.Embedding
-    assert model[0].weight.grad is not None
+    model.zero_grad()
+    replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
+    with pytest.raises(InvalidValueError, match=r"0\.weight is used by its node .* a forward before it got its table"):
+        loss.backward()

@@ -1,13 +1,12 @@
 """Features looked up one after the other give what nn.ModuleList gives, though the first lookup of a round reads for all."""
 
 import copy
-import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from cases import take_step
+from cases import saved, take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -91,16 +90,19 @@ def test_training_as_a_module_list(parts: str, padding_idx: int | None, optimize
             with torch.no_grad():
                 shown.append([model[feature](part) for feature, part in enumerate(given)])
         same(*shown)
-    same([module.weight.detach() for module in models[0]], [module.weight.detach().clone() for module in models[1]])
+    same(*([module.weight.detach().clone() for module in model] for model in models))
     assert reads
+
+
+def look_up(modules: Any, ids: Tensor) -> list[Tensor]:
+    return [modules[number](part) for number, part in enumerate(ids.unbind(1))]
 
 
 @reads_ahead
 def test_one_read_for_all(reads: list[int]) -> None:
     _, emb = twins()
     for _ in range(3):
-        for number, part in enumerate(torch.randint(0, 50, (8, 4)).unbind(1)):
-            emb[number](part)
+        look_up(emb, torch.randint(0, 50, (8, 4)))
     assert reads == [4, 4]
 
 
@@ -135,8 +137,7 @@ def test_what_happens_between_lookups_shows(what: str) -> None:
         given = ids.clone()
         model.stepper = torch.optim.AdamW(model.parameters(), lr=0.1)
         for batch in given[:2]:
-            rows = [model[number](part) for number, part in enumerate(batch.unbind(1))]
-            take_step(model.stepper, sum(part.pow(2).sum() for part in rows))
+            take_step(model.stepper, sum(part.pow(2).sum() for part in look_up(model, batch)))
         model[0](given[2, :, 0])
         BETWEEN[what](model, given[2])
         found = model[1](given[2, :, 1])
@@ -164,13 +165,10 @@ def test_rows_are_written_in_place_and_copies_have_rounds_of_their_own() -> None
     _, emb = twins()
     ids = torch.randint(0, 50, (8, 4))
     for _ in range(2):
-        rows = [emb[number](part) for number, part in enumerate(ids.unbind(1))]
+        rows = look_up(emb, ids)
         rows[0].mul_(2)
         same(rows[1], emb.weight[ids[:, 1] + 50])
-    file = io.BytesIO()
-    torch.save(emb, file)
-    file.seek(0)
-    for copied in (copy.deepcopy(emb), torch.load(file, weights_only=False)):
+    for copied in (copy.deepcopy(emb), saved(emb)):
         assert copied[0]._rounds is copied[1]._rounds is not emb[0]._rounds
         same(copied[1](ids[:, 1]), emb[1](ids[:, 1]))
 
@@ -179,8 +177,7 @@ def test_an_id_out_of_range_is_told_where_it_is_looked_up() -> None:
     _, emb = twins()
     ids = torch.randint(0, 50, (8, 4))
     for _ in range(2):
-        for number, part in enumerate(ids.unbind(1)):
-            emb[number](part)
+        look_up(emb, ids)
     ids[3, 2] = 70
     emb[0](ids[:, 0])
     emb[1](ids[:, 1])
@@ -244,9 +241,8 @@ def test_what_is_not_fused() -> None:
 
 def test_compiled_lookups_have_memory_of_their_own() -> None:
     _, emb = twins()
-    ids = torch.randint(0, 50, (8, 4))
-    look_up = torch.compile(lambda ids: [emb[number](ids[:, number]) for number in range(4)], backend="aot_eager")
+    compiled = torch.compile(look_up, backend="aot_eager")
     with torch.no_grad():
         for _ in range(3):
-            rows = look_up(ids)
+            rows = compiled(emb, torch.randint(0, 50, (8, 4)))
     assert len({part.untyped_storage().data_ptr() for part in rows}) == 4

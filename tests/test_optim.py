@@ -13,7 +13,7 @@ import pytest
 import torch
 from cases import take_step
 from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
-from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
+from optimizer_cases import CASES, ONCE, OptimizerCase, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
 from third_party import STYLES, Lion, RowOptimizer
 from torch import Tensor, nn
@@ -67,28 +67,6 @@ def test_an_array_of_a_gradient_of_some_rows_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="read-only"):
         emb.weight.grad.data.numpy()[1] = 0
     assert emb.weight.grad[1].eq(1).all()
-
-
-@pytest.mark.parametrize("alias", [Tensor.detach, lambda grad: grad.data, lambda grad: grad.view_as(grad)])
-def test_an_alias_of_a_gradient_goes_on_showing_it(alias: Callable[[Tensor], Tensor]) -> None:
-    def seen(kind: type) -> list[Tensor]:
-        emb = kind(10, 3, _weight=torch.arange(30, dtype=torch.float64).view(10, 3), device="cpu")
-        emb(torch.tensor([1, 2])).square().sum().backward()
-        other, shown = alias(emb.weight.grad), []
-        emb(torch.tensor([2, 5])).square().sum().backward()
-        shown += [other.clone(), other.mul_(2), emb.weight.grad.clone()]
-        other[7] = 3
-        emb.weight.grad.sub_(0.5)
-        shown += [other.clone(), emb.weight.grad.clone()]
-        emb.zero_grad(set_to_none=False)
-        emb(torch.tensor([3])).square().sum().backward()
-        shown += [other.clone(), emb.weight.grad.clone()]
-        emb.zero_grad()
-        emb(torch.tensor([4])).square().sum().backward()
-        return [*shown, other.clone(), emb.weight.grad.clone()]
-
-    for ours, theirs in zip(seen(st.Embedding), seen(torch.nn.Embedding), strict=True):
-        torch.testing.assert_close(ours.to_dense(), theirs)
 
 
 @pytest.mark.parametrize("foreach", [None, False, True])
@@ -230,27 +208,14 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
     twins.assert_same()
 
 
-@pytest.mark.parametrize(("case", "reason"), REFUSED, ids=str)
-def test_refused_optimizers_say_why_and_harm_nothing(case: OptimizerCase, reason: str) -> None:
+def test_one_that_is_refused_leaves_the_table_to_another() -> None:
     twins = Twins(case_named("adamw").make)
     batches = twins.batches(6)
     twins.train(batches[:3])
-    before = twins.ours.table.torch().clone()
-    refused = case.make([twins.ours.weight])
     twins.zero_grad()
-    ids, target = batches[3]
-
-    def closure() -> Tensor:
-        loss = squared_loss(twins.ours(ids), target)
-        loss.backward()
-        return loss
-
-    with pytest.raises(OptimizerError, match=reason) as caught:
-        refused.step(closure)
-    assert str(caught.value).startswith(case.kind.__name__)
-    assert "use " in str(caught.value)  # the remedy
-    assert torch.equal(twins.ours.table.torch(), before)
-    twins.train(batches[3:])  # the optimizer that trained the table still can
+    with pytest.raises(OptimizerError, match="evaluates the loss several times"):
+        torch.optim.LBFGS([twins.ours.weight]).step(lambda: twins.backward(*batches[3]))
+    twins.train(batches[3:])
     twins.assert_same()
 
 
@@ -265,14 +230,14 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 class LooksAhead(torch.optim.SGD):
     """Evaluate the loss where the last gradient leads, as sharpness-aware ones do, and step from where it was."""
 
-    write: Callable[[Tensor, Tensor], Any]
+    write = ""
 
     def step(self, closure: Any = None) -> None:
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         before = [param.detach().clone() for param in params]
         if closure is not None:
             for param in params:
-                type(self).write(param, param.grad)
+                WRITES[self.write](param, param.grad)
             closure()
             for param, values in zip(params, before, strict=True):
                 param.data.copy_(values)
@@ -282,7 +247,7 @@ class LooksAhead(torch.optim.SGD):
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("features", [False, True])
 def test_rows_changed_before_the_closure_are_seen(write: str, features: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LooksAhead, "write", staticmethod(WRITES[write]), raising=False)
+    monkeypatch.setattr(LooksAhead, "write", write)
     emb = st.MultiEmbedding([10, 5], 3) if features else st.Embedding(10, 3)
     # With a gradient of one feature, each has a parameter of its own in the step.
     rows = emb[0] if features else emb
@@ -321,14 +286,9 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     twins.assert_same()
 
 
-def _halve(_: object, state_dict: dict) -> dict:
-    halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
-    return {**state_dict, "state": {0: halved}}
-
-
-def _double(opt: torch.optim.Optimizer) -> None:
-    for state in opt.state.values():
-        state["exp_avg_sq"].mul_(2)
+def _halve(_: object, given: dict) -> dict:
+    halved = {name: value * 0.5 if value.dim() else value for name, value in given["state"][0].items()}
+    return {**given, "state": {0: halved}}
 
 
 @pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
@@ -338,10 +298,10 @@ def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: boo
     pair.train([] if early else pair.batches(3))
     for opt, shown in zip(pair.optimizers, seen, strict=True):
         opt.register_state_dict_post_hook(
-            lambda _, state_dict, shown=shown: shown.append(state_dict["state"][0]["exp_avg"].clone())
+            lambda _, made, shown=shown: shown.append(made["state"][0]["exp_avg"].clone())
         )
         opt.register_load_state_dict_pre_hook(_halve)
-        opt.register_load_state_dict_post_hook(_double)
+        opt.register_load_state_dict_post_hook(lambda opt: [it["exp_avg_sq"].mul_(2) for it in opt.state.values()])
     pair.train(pair.batches(3, seed=1))
     for opt in pair.optimizers:
         opt.load_state_dict(copy.deepcopy(opt.state_dict()))

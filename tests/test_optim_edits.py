@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import saved, take_step
@@ -75,21 +76,13 @@ def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pyte
 # --- state that is read and written between steps -------------------------------------------------------------------------
 
 
-def _by_numpy(value: Tensor) -> None:
-    value.numpy()[:] *= 0.5
-
-
-def _data(value: Tensor) -> None:
-    value.data = value * 0.5
-
-
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "zero_": Tensor.zero_,
     "some rows": lambda value: value[1:9].mul_(0.5),
     "rows of a mask": lambda value: value.__setitem__(torch.arange(60) % 3 == 0, 0.25),
     "foreach": lambda value: torch._foreach_mul_([value], 0.5),
-    "numpy": _by_numpy,
-    "data": _data,
+    "numpy": lambda value: np.multiply(value.numpy(), 0.5, out=value.numpy()),
+    "data": lambda value: setattr(value, "data", value * 0.5),
 }
 
 
@@ -172,6 +165,16 @@ def train(module: Any, optimizer: Any, steps: int, edits: dict[int, State] | Non
 Outcome = tuple[Tensor, State] | Exception
 
 
+def outcome(module: Any, optimizer: Any, use: Callable[[], Any]) -> Outcome:
+    """Return what comes of the training that `use` does."""
+    before = module.weight.detach().clone()
+    try:
+        use()
+    except Exception as error:
+        return error
+    return module.weight.detach() - before, optimizer.state_dict()["state"].get(0, {})
+
+
 def assert_as(dense: Outcome, ours: Outcome, tolerance: float = 1e-9) -> None:
     """Each row by itself, as some edits send a few of them far away; an error where torch raises."""
     if isinstance(dense, Exception):
@@ -185,9 +188,7 @@ def assert_as(dense: Outcome, ours: Outcome, tolerance: float = 1e-9) -> None:
     for name, value in dense[1].items():
         if isinstance(value, Tensor):
             atol = tolerance * float(value.abs().max())
-            torch.testing.assert_close(
-                ours[1][name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(ours[1][name], value, rtol=0, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
         else:
             assert type(ours[1][name]) is type(value)
 
@@ -195,14 +196,7 @@ def assert_as(dense: Outcome, ours: Outcome, tolerance: float = 1e-9) -> None:
 # --- state dicts that are not quite what the optimizer would save: as in torch, or errors where torch raises -------------
 
 _SGD = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
-
-
-def _plane(state: State) -> Tensor:
-    return next(value for value in state.values() if isinstance(value, Tensor) and value.dim() == 2)
-
-
-def _ones() -> Tensor:
-    return torch.ones(10, 2, dtype=torch.float64)
+ONES = torch.ones(10, 2, dtype=torch.float64)
 
 
 def _same(state: State) -> State:
@@ -216,10 +210,10 @@ LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
     "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, _same),
     "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, _same),
     "SGD momentum on": (optim.SGD, {}, _SGD, _same),
-    "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": _plane(state) + 1}),
+    "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": state["exp_avg"] + 1}),
     "a number of others": (optim.Adagrad, {}, {}, lambda state: state | {"third": torch.tensor(2.0)}),
-    "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": _plane(state) + 1}}),
-    "SGD from Adam": (optim.SGD, {}, {"momentum": 0.9}, lambda _: {"step": torch.tensor(3.0), "exp_avg": _ones()}),
+    "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": state["exp_avg"] + 1}}),
+    "SGD from Adam": (optim.SGD, {}, {"momentum": 0.9}, lambda _: {"step": torch.tensor(3.0), "exp_avg": ONES}),
     "no second moments": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "exp_avg_sq"}),
     "no step": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "step"}),
     "None": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": None}),
@@ -241,17 +235,13 @@ def outcome_of_loading(make: Any, saver: Any, case: str) -> Outcome:
     saved["state"][0] = change(saved["state"].get(0, {}))
     saved["param_groups"][0].update(options)
     module, optimizer = made(make, kind, options)
-    try:
-        module.load_state_dict(weights)
-        optimizer.load_state_dict(saved)
-        train(module, optimizer, 8)
-    except Exception as error:
-        if optimizer.state:
-            with pytest.raises(type(error)):
-                # It does not go on as if nothing had been.
-                train(module, optimizer, 1)
-        return error
-    return module.weight.detach() - weights["weight"], optimizer.state_dict()["state"][0]
+    module.load_state_dict(weights)
+    found = outcome(module, optimizer, lambda: (optimizer.load_state_dict(saved), train(module, optimizer, 8)))
+    if isinstance(found, Exception) and optimizer.state:
+        with pytest.raises(type(found)):
+            # It does not go on as if nothing had been.
+            train(module, optimizer, 1)
+    return found
 
 
 @pytest.mark.sweep
@@ -294,15 +284,11 @@ def _note_gradient(module: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("way", [_clear, _swap, _note_gradient])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Rprop, optim.RMSprop])
 def test_state_is_replaced(kind: Any, way: Any, layout: str) -> None:
-    def outcome(make: Any) -> Outcome:
-        module, optimizer = made(make, kind, {})
-        before = module.weight.detach().clone()
-        train(module, optimizer, 5)
-        way(module, optimizer)
-        train(module, optimizer, 4, seed=2)
-        return module.weight.detach() - before, optimizer.state_dict()["state"][0]
-
-    assert_as(outcome(nn.Embedding), outcome(functools.partial(st.Embedding, layout=layout)))
+    found = []
+    for make in (nn.Embedding, functools.partial(st.Embedding, layout=layout)):
+        pair = made(make, kind, {})
+        found.append(outcome(*pair, lambda pair=pair: (train(*pair, 5), way(*pair), train(*pair, 4, seed=2))))
+    assert_as(*found)
 
 
 # --- hyperparameters edited between steps while rows are idle -----------------------------------------------------------
@@ -327,12 +313,10 @@ _ADAGRAD = {"lr_decay": [0.0, 0.5], "eps": [1e-2], "fused": [True]}
 _ASGD = {"lambd": [0.2, 0.0], "alpha": [0.2, 2.0], "t0": [0, 20]}
 _DECAY, _DECOUPLED = {"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}
 _CENTERED = {"centered": True, "momentum": 0.9}
+_MOMENTUM = {"momentum": 0.9, **_DECAY}
 # By class: hyperparameters to begin with, and values that those of the group are set to.
 EDITS: dict[str, tuple[list[State], dict[str, list[Any]]]] = {
-    "SGD": (
-        [{}, {"momentum": 0.9, **_DECAY}, {"momentum": 0.9, "nesterov": True, **_DECAY}],
-        {**_RATE, **_DECAYS, **_SGD},
-    ),
+    "SGD": ([{}, _MOMENTUM, {**_MOMENTUM, "nesterov": True}], {**_RATE, **_DECAYS, **_SGD}),
     "Adam": ([{}, {"amsgrad": True}, _DECAY, {"amsgrad": True, **_DECAY}], _ADAM),
     "AdamW": ([{"amsgrad": True}, {"betas": (0.9, 0.9), **_DECAY}], _ADAM),
     "NAdam": ([{}, _DECAY, _DECOUPLED], _ADAM),
@@ -364,27 +348,13 @@ def edits_of(kind: str, key: str) -> list[tuple[State, str, Any, str]]:
     """Return the edits of a hyperparameter: what the group begins with, the hyperparameter, the value, the plan."""
     starts, edits = EDITS[kind]
     groups = [(start, group) for start in starts for group in [_group_of(kind, start)] if key in group]
-    return [
-        (start, key, value, plan)
-        for start, group in groups
-        for value in edits[key]
-        if value is not group[key]
-        for plan in PLANS
-    ]
+    changes = [(start, value) for start, group in groups for value in edits[key] if value is not group[key]]
+    return [(start, key, value, plan) for start, value in changes for plan in PLANS]
 
 
 def check(kind: str, start: State, edits: dict[int, State], steps: int = STEPS, tolerance: float = 1e-9) -> None:
-    found: list[Outcome] = []
-    for make in (nn.Embedding, st.Embedding):
-        module, optimizer = made(make, getattr(optim, kind), start)
-        before = module.weight.detach().clone()
-        try:
-            train(module, optimizer, steps, edits)
-        except Exception as error:
-            found.append(error)
-        else:
-            found.append((module.weight.detach() - before, optimizer.state_dict()["state"].get(0, {})))
-    assert_as(*found, tolerance)
+    pairs = [made(make, getattr(optim, kind), start) for make in (nn.Embedding, st.Embedding)]
+    assert_as(*(outcome(*pair, lambda pair=pair: train(*pair, steps, edits)) for pair in pairs), tolerance)
 
 
 def check_edit(kind: str, start: State, key: str, value: Any, plan: str) -> None:

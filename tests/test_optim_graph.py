@@ -1,7 +1,4 @@
-"""The weight in the graph of autograd: what reaches the node of its parameter trains it, hooks there see lookups, too.
-
-Also many lookups in one graph, as a decoder makes one for each word: torch's numbers, and one addition for all gradients.
-"""
+"""The weight in the graph of autograd: its node, and many lookups in one graph, as a decoder makes one for each word."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from cases import concurrently, take_step
+from cases import concurrently
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import CheckpointError, checkpoint
+from weight_world import LinearHead
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -27,69 +24,6 @@ from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.tables import padded_unique
 
 IDS = torch.tensor([1, 3, 3, 8])
-MORE = torch.tensor([8, 2, 3])
-
-
-class LinearHead(torch.autograd.Function):
-    """As fused linear cross-entropies are: given the weight itself, which no function of torch then sees."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(hidden, weight)
-        return hidden @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ hidden
-
-
-def made(kind: Any, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    module = kind(10, 4, **options) if kind is not nn.Embedding else nn.Embedding(10, 4)
-    return module if options.get("storage_dtype") else module.double()
-
-
-def tied(emb: Any) -> Tensor:
-    hidden = emb(IDS)
-    return F.cross_entropy(LinearHead.apply(hidden, emb.weight), torch.tensor([0, 1, 2, 9]))
-
-
-def head(emb: Any) -> Tensor:
-    hidden = torch.ones(3, 4, dtype=emb.weight.dtype)
-    return F.cross_entropy(LinearHead.apply(hidden, emb.weight), torch.tensor([0, 1, 2]))
-
-
-def mixed(emb: Any) -> Tensor:
-    return emb(IDS).square().sum() + emb(MORE).sin().sum() + emb.weight.cos().sum() + tied(emb)
-
-
-def reentrant(emb: Any) -> Tensor:
-    return checkpoint(lambda weight: weight.square().sum(), emb.weight, use_reentrant=True) + mixed(emb)
-
-
-def train(kind: Any, loss_of: Callable[[Any], Tensor], hook: bool = False, **options: Any) -> Tensor:
-    emb = made(kind, **options)
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-    if hook:
-        emb.weight.register_hook(lambda grad: grad * 0.5)
-    for _ in range(3):
-        take_step(opt, loss_of(emb))
-    return emb.weight.detach().clone()
-
-
-@pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"storage_dtype": torch.float32}], ids=str)
-@pytest.mark.parametrize("loss_of", [head, mixed, reentrant])
-def test_what_reaches_the_node_trains(loss_of: Callable[[Any], Tensor], options: dict[str, Any], hook: bool) -> None:
-    if options.get("cache_rows") and loss_of is reentrant:
-        # `detach` of it would have to collect a gradient, and there is no tensor over its rows.
-        with pytest.raises(InvalidTypeError, match=r"weight\.data reads rows where they are stored"):
-            train(st.Embedding, loss_of, hook, **options)
-        return
-    ours, dense = train(st.Embedding, loss_of, hook, **options), train(nn.Embedding, loss_of, hook)
-    close = 1e-5 if options.get("storage_dtype") else 1e-12
-    torch.testing.assert_close(ours.double(), dense, rtol=close, atol=close)
 
 
 def test_the_weight_of_a_feature_in_a_function() -> None:
@@ -118,7 +52,7 @@ def test_rows_of_ids_have_no_node() -> None:
 
 
 def test_active_rows_are_not_changed_in_place_and_go_with_their_graph(no_gc: None) -> None:
-    emb = made(st.Embedding)
+    emb = st.Embedding(10, 4)
     rows = emb.activate(IDS).rows
     with pytest.raises(RuntimeError, match="modified inplace"):
         rows *= 2
@@ -342,17 +276,3 @@ def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: An
     with pytest.raises((InvalidValueError, CheckpointError), match=r"computed again with other ids|different metadata"):
         out.backward()
     assert emb.weight.grad is None
-
-
-@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-def test_saved_tensors_that_hooks_keep_serve_more_than_one_backward(kind: str) -> None:
-    def gradient(library: Any) -> Tensor:
-        torch.manual_seed(0)
-        module = getattr(library, kind)(50, 3, device="cpu")
-        with graph.save_on_cpu():
-            out = module(IDS.view(1, -1)).square()
-        out.sum().backward(retain_graph=True)
-        out.sum().backward()
-        return module.weight.grad.to_dense()
-
-    torch.testing.assert_close(gradient(st), gradient(nn))

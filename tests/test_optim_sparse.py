@@ -23,9 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 IDLE = ("lazy", "exact")
 
 
-@pytest.fixture(params=TAKERS)
+@pytest.fixture(params=TAKERS.values(), ids=TAKERS)
 def make(request: pytest.FixtureRequest) -> Callable[..., Optimizer]:
-    return TAKERS[request.param][0]
+    return request.param
 
 
 @pytest.mark.sweep
@@ -138,15 +138,9 @@ def test_ids_that_are_changed_before_the_step() -> None:
 
 
 def test_sparse_is_set_after_the_module_was_made() -> None:
-    emb, dense = speedtransfer.Embedding(8, 2), nn.Embedding(8, 2)
-    dense.load_state_dict(emb.state_dict())
-    for module in (emb, dense):
-        module.sparse = True
-        optimizer = torch.optim.SparseAdam(module.parameters())
-        module(torch.tensor([1, 5])).sum().backward()
-        assert module.weight.grad.is_sparse
-        optimizer.step()
-    assert torch.equal(emb.weight, dense.weight)
+    emb = speedtransfer.Embedding(8, 2)
+    emb.sparse = True
+    take_step(torch.optim.SparseAdam(emb.parameters()), emb(torch.tensor([1, 5])).sum())
     with pytest.raises(InvalidValueError, match="sparse of weight becomes False after a step"):
         emb.sparse = False
     assert emb.sparse

@@ -11,27 +11,13 @@ import pytest
 import torch
 import torch.multiprocessing
 from cases import take_step
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, OptimizerError
 
 IDS = torch.tensor([1, 2])
-
-
-class Looked(Dataset[Tensor]):
-    """Rows that the workers of a loader look up."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, number: int) -> Tensor:
-        with torch.no_grad():
-            return self.model(IDS + number)
 
 
 TABLES: dict[str, Callable[[], nn.Module]] = {
@@ -45,10 +31,11 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", TABLES)
 def test_workers_that_start_anew_have_the_rows(name: str) -> None:
     torch.manual_seed(0)
-    model = TABLES[name]().eval()
-    loader = DataLoader(Looked(model), batch_size=None, num_workers=1, multiprocessing_context="spawn")
-    for number, rows in enumerate(loader):
-        assert torch.equal(rows, model(IDS + number))
+    model, ids = TABLES[name]().eval().requires_grad_(False), [IDS, IDS + 1, IDS + 2]
+    # The workers of the loader look them up.
+    loader = DataLoader(ids, None, num_workers=1, collate_fn=model, multiprocessing_context="spawn")
+    for each, rows in zip(ids, loader, strict=True):
+        assert torch.equal(rows, model(each))
 
 
 def arrived(model: Any) -> Any:

@@ -27,16 +27,14 @@ def name_of(kind: Setting, dtype: torch.dtype, moment: str, grad: bool) -> str:
 
 
 # (kind, dtype, moment, with gradients)
-FRESH = (EXACT, torch.float64, "fresh", True)
-TRAINED = [(EXACT, torch.float64, "trained", True), (LAZY, torch.float64, "trained", True)]
-REPLACED_TRAINED = (REPLACED, torch.float32, "trained", True)
-BETWEEN = [(EXACT, torch.float64, "between", True), (LAZY, torch.float64, "between", True)]
-OF_COPIES = (COPIES, torch.float64, "between", True)
+FRESH, REPLACED_TRAINED = (EXACT, torch.float64, "fresh", True), (REPLACED, torch.float32, "trained", True)
+TRAINED = [(kind, torch.float64, "trained", True) for kind in (EXACT, LAZY)]
+BETWEEN = [(kind, torch.float64, "between", True) for kind in (EXACT, LAZY, COPIES)]
 WITHOUT_GRADIENTS = [(EXACT, torch.float64, "trained", False), (REPLACED, torch.float32, "between", False)]
 SETTINGS = {
-    "read": [*BETWEEN, FRESH, REPLACED_TRAINED, OF_COPIES, *WITHOUT_GRADIENTS],
-    "write": [*BETWEEN, FRESH, REPLACED_TRAINED, OF_COPIES],
-    "grad": [*BETWEEN, (REPLACED, torch.float32, "between", True), OF_COPIES],
+    "read": [*BETWEEN, FRESH, REPLACED_TRAINED, *WITHOUT_GRADIENTS],
+    "write": [*BETWEEN, FRESH, REPLACED_TRAINED],
+    "grad": [*BETWEEN, (REPLACED, torch.float32, "between", True)],
     "swap": [FRESH, TRAINED[1], REPLACED_TRAINED],
     "train": [*TRAINED, REPLACED_TRAINED],
 }
@@ -112,16 +110,13 @@ def check_program(seed: int) -> None:
         pytest.fail(f"seed {seed}, {setting}, watch={watch}:\n" + "\n".join(program) + f"\n-> {outcome.text}")
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_programs(part: int) -> None:
-    for seed in range(part, len(PROGRAM_SETTINGS), 4):
-        check_program(seed)
+FEW, MANY = range(len(PROGRAM_SETTINGS)), range(2000)
+PARTS = [FEW[part::4] for part in range(4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_many_programs(part: int) -> None:
-    for seed in range(part, 2000, 20):
+@pytest.mark.parametrize("seeds", [*PARTS, *(pytest.param(MANY[n::20], marks=pytest.mark.slow) for n in range(20))])
+def test_programs(seeds: range) -> None:
+    for seed in seeds:
         check_program(seed)
 
 
@@ -133,14 +128,8 @@ def test_many_programs(part: int) -> None:
 def test_every_statement(setting: Setting, every: int) -> None:
     """Each statement, or some, once after training, and training after it."""
     for statement in STATEMENTS[::every]:
-        program = [
-            "step(1)",
-            "backward(loss(2))",
-            statement.replace("{k}", "3"),
-            "backward(loss(4))",
-            "opt.step()",
-            "step(1)",
-        ]
+        program = ["step(1)", "backward(loss(2))", statement.replace("{k}", "3"), "backward(loss(4))", "opt.step()"]
+        program += ["step(1)"]
         outcome = run(program, setting, watch=False)
         assert outcome.kind != "differs", (statement, outcome.at, outcome.text)
 

@@ -35,19 +35,6 @@ class Lion(RowOptimizer):
         m.lerp_(g, 0.01)
 
 
-class AdaBelief(RowOptimizer):
-    """Adds eps to the variance in every step, also where there is no gradient."""
-
-    def update(self, p, g, state, group) -> None:
-        if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_var=torch.zeros_like(p))
-        state["step"] += 1
-        m, s = state["exp_avg"].lerp_(g, 0.1), state["exp_avg_var"]
-        s.mul_(0.999).addcmul_(g - m, g - m, value=0.001).add_(1e-6)
-        t = state["step"]
-        p.addcdiv_(m, (s / (1 - 0.999**t)).sqrt_().add_(1e-8), value=-group["lr"] / (1 - 0.9**t))
-
-
 class Yogi(RowOptimizer):
     """Starts from an accumulator of its own, which zero cannot stand for."""
 
@@ -199,7 +186,6 @@ class OddConstructor(RowOptimizer):
 # Name -> optimizer and the planes that it needs.
 STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "lion": (Lion, {"exp_avg"}),
-    "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "lookahead": (Lookahead, {"slow"}),
@@ -222,9 +208,8 @@ class RowWiseAdagrad(RowOptimizer):
 
     def update(self, p, g, state, group) -> None:
         if not g.is_sparse:
-            p.addcdiv_(
-                g, state.setdefault("squares", torch.zeros_like(p)).addcmul_(g, g).sqrt() + 1e-9, value=-group["lr"]
-            )
+            squares = state.setdefault("squares", torch.zeros_like(p)).addcmul_(g, g)
+            p.addcdiv_(g, squares.sqrt() + 1e-9, value=-group["lr"])
             return
         g = g.coalesce()
         rows, values = g.indices()[0], g.values()
@@ -241,13 +226,6 @@ class DecaysNamed(RowOptimizer):
         rows = g.indices()[0]
         state.setdefault("times", torch.zeros(len(p), dtype=torch.int32))[rows] += 1
         p[rows] = 0.9 * p[rows] - group["lr"] * g.values()
-
-
-class Descends(RowOptimizer):
-    """Does the same with sparse gradients and with dense ones."""
-
-    def update(self, p, g, state, group) -> None:
-        p.add_(g, alpha=-group["lr"])
 
 
 class Uncoalesced(RowOptimizer):
@@ -290,16 +268,15 @@ class SingleSparse(RowOptimizer):
         RowWiseAdagrad.update(self, p, g, state, group)
 
 
-# Name -> optimizer, and what its steps get.
-TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
-    "sparse-adam": (functools.partial(SparseAdam, lr=0.05), "sparse"),
-    "sparse-adam-maximize": (functools.partial(SparseAdam, lr=0.01, maximize=True), "sparse"),
-    "row-wise": (RowWiseAdagrad, "sparse"),
-    "row-wise-initial": (functools.partial(RowWiseAdagrad, initial=0.3), "sparse"),
-    "decays-named": (DecaysNamed, "sparse"),
-    "descends": (Descends, "either"),
-    "sgd": (functools.partial(SGD, lr=0.1), "either"),
-    "adagrad": (functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2), "either"),
+TAKERS: dict[str, Callable[..., Optimizer]] = {
+    "sparse-adam": functools.partial(SparseAdam, lr=0.05),
+    "sparse-adam-maximize": functools.partial(SparseAdam, lr=0.01, maximize=True),
+    "row-wise": RowWiseAdagrad,
+    "row-wise-initial": functools.partial(RowWiseAdagrad, initial=0.3),
+    "decays-named": DecaysNamed,
+    # These do the same with dense gradients.
+    "sgd": functools.partial(SGD, lr=0.1),
+    "adagrad": functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2),
 }
 # Optimizer -> words of the reason for which it cannot train a table made with sparse=True.
 REFUSED_SPARSE: dict[type[RowOptimizer], str] = {
@@ -326,17 +303,6 @@ class Lamb(RowOptimizer):
         p.sub_(step * (p.norm().clamp(0, 10) / step.norm().clamp(min=1e-9)), alpha=group["lr"])
 
 
-class Factored(RowOptimizer):
-    """Second moments of rows and of columns, as in Adafactor."""
-
-    def update(self, p, g, state, group) -> None:
-        rows = state.setdefault("rows", torch.zeros(p.shape[0]))
-        columns = state.setdefault("columns", torch.zeros(p.shape[1]))
-        rows.lerp_(g.square().mean(1), 0.1)
-        columns.lerp_(g.square().mean(0), 0.1)
-        p.sub_(g / (torch.outer(rows, columns) / (rows.mean() + 1e-9) + 1e-9).sqrt(), alpha=group["lr"])
-
-
 class FaintNorm(RowOptimizer):
     """The decay alone, a ten thousandth of the step, knows the other rows."""
 
@@ -344,9 +310,8 @@ class FaintNorm(RowOptimizer):
         super().__init__(params, lr, weight_decay=1e-4)
 
     def update(self, p, g, state, group) -> None:
-        p.mul_(1 - group["lr"] * group["weight_decay"] / (1 + float(g.square().mean()))).sub_(
-            g.sign(), alpha=group["lr"]
-        )
+        decay = group["lr"] * group["weight_decay"] / (1 + float(g.square().mean()))
+        p.mul_(1 - decay).sub_(g.sign(), alpha=group["lr"])
 
 
 class Watches(RowOptimizer):
@@ -387,9 +352,8 @@ class FactorsLarge(RowOptimizer):
             scale = state.setdefault("v", torch.zeros_like(p)).lerp_(g * g, 0.1)
         else:
             rows = state.setdefault("rows", torch.zeros(p.shape[0])).lerp_(g.square().mean(1), 0.1)
-            scale = torch.outer(
-                rows, state.setdefault("columns", torch.zeros(p.shape[1])).lerp_(g.square().mean(0), 0.1)
-            )
+            columns = state.setdefault("columns", torch.zeros(p.shape[1])).lerp_(g.square().mean(0), 0.1)
+            scale = torch.outer(rows, columns)
         p.sub_(g / (scale + 1e-9).sqrt(), alpha=group["lr"])
 
 
@@ -450,7 +414,6 @@ class Crashes(RowOptimizer):
 
 REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
-    Factored: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
     Watches: "is not row by row: state 'mean' depends on the other rows",
     Held: rf"{OUTSIDE} \(momenta\)",

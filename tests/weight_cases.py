@@ -86,6 +86,14 @@ F.embedding(ids, emb.weight, max_norm=None, scale_grad_by_freq=True)
 F.embedding_bag(ids, emb.weight), F.embedding_bag(ids, emb.weight, mode="sum")
 F.embedding_bag(ids.flatten(), emb.weight, offsets, mode="max")
 torch.cdist(query, emb.weight), torch.cdist(query, emb.weight, p=1)
+LinearHead.apply(query, emb.weight), LinearHead.apply(emb(index), emb.weight).sin() + emb.weight.cos().sum() + emb(ids).sum()
+torch.tensor(emb.weight.data), torch.zeros(40, 6).set_(emb.weight.data).clone(), emb.weight.data.as_subclass(torch.Tensor)
+torch.vmap(lambda row: row * 2)(emb.weight.data), torch.jit.script(nn.ReLU())(emb.weight.data)
+torch.nested.nested_tensor([emb.weight.data, rows]).to_padded_tensor(0)
+
+# A reentrant checkpoint of the weight
+# refused (copies): it takes the weight apart from its graph, which reads rows where they are stored
+LinearHead.apply(emb(index), emb.weight).sum() + checkpoint(lambda w: w.square().sum(), emb.weight, use_reentrant=True)
 
 F.cosine_similarity(query[:1], emb.weight), F.normalize(query) @ F.normalize(emb.weight).T
 F.normalize(emb.weight, dim=1), F.dropout(emb.weight, 0.0), F.softmax(emb.weight, dim=-1), F.relu(emb.weight)
@@ -201,6 +209,9 @@ with torch.no_grad():
     emb.weight.div_(emb.weight.norm(dim=1, keepdim=True).clamp(min=1e-12))
 with torch.no_grad():
     torch.mul(emb.weight, 0.5, out=emb.weight)
+F.embedding(index, emb.weight, max_norm=0.5), F.embedding_bag(ids, emb.weight, max_norm=0.25)
+with torch.no_grad():
+    F.embedding(index, emb.weight[1:35], max_norm=0.5), F.embedding_bag(ids % 9, emb.weight[1:35], max_norm=0.25)
 with torch.no_grad():
     emb.weight.set_(full.clone())
 

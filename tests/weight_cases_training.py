@@ -214,7 +214,13 @@ emb.weight
 nn.utils.spectral_norm(emb)
 opt = make_opt(model.parameters())
 step()
-emb.weight.detach()
+emb.weight = emb.weight.detach()
+others = [copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))]
+for other in others:
+    own = torch.optim.SGD(other.parameters(), 0.1)
+    other(ids).sum().backward()
+    own.step()
+emb.weight, [list(other.parameters()) for other in others], [other.eval()(ids) for other in others]
 
 # Pruned
 from torch.nn.utils import prune
@@ -364,7 +370,11 @@ seen, graph = [], torch.autograd.graph
 graph.register_multi_grad_hook((emb.weight,), lambda grads: seen.append(grads[0].norm()))
 node = graph.get_gradient_edge(emb.weight).node
 node.register_prehook(lambda grads: seen.append(grads[0].norm()))
-for use in (lambda: emb(ids).square().sum() + emb(index).sum(), lambda: emb(ids).sum() + emb.weight.cos().sum()):
+for use in (
+    lambda: emb(ids).square().sum() + emb(index).sum(),
+    lambda: emb(ids).sum() + emb.weight.cos().sum(),
+    lambda: LinearHead.apply(emb(index), emb.weight).square().sum(),
+):
     opt.zero_grad()
     use().backward()
     opt.step()
@@ -388,6 +398,38 @@ opt.zero_grad(set_to_none=False)
 array[31] = 0.5
 loss().backward()
 found, emb.weight.grad.clone()
+
+# Aliases of the gradient go on showing it
+seen = []
+for alias in (torch.Tensor.detach, lambda grad: grad.data, lambda grad: grad.view_as(grad)):
+    emb.zero_grad()
+    emb(ids).square().sum().backward()
+    other = alias(emb.weight.grad)
+    emb(index).square().sum().backward()
+    seen += [other.clone(), other.mul_(2).clone(), emb.weight.grad.clone()]
+    other[35] = 3
+    emb.weight.grad.sub_(0.5)
+    for clear in (lambda: emb.zero_grad(set_to_none=False), emb.zero_grad):
+        clear()
+        emb(index).square().sum().backward()
+        seen += [other.clone(), emb.weight.grad.clone()]
+seen
+
+# A write by NumPy to a row of the batch, by an array from before backward and by a new one
+for is_kept in (True, False):
+    opt.zero_grad()
+    before = emb.weight.detach()[7]
+    emb(ids).pow(2).sum().backward()
+    (before if is_kept else emb.weight.detach()[7]).numpy()[:] = 1.0
+    opt.step()
+
+# Saved tensors that hooks keep serve more than one backward
+bag = EmbeddingBag(40, 6)
+with torch.autograd.graph.save_on_cpu():
+    out = emb(ids).square().sum() + bag(ids).square().sum()
+out.backward(retain_graph=True)
+out.backward()
+emb.weight.grad, bag.weight.grad.to_dense()
 
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -469,8 +511,9 @@ sparse(index).sum().backward()
 hook.remove()
 [*seen, by_weight]
 
-# With sparse=True a gradient of the whole table is dense
-sparse, found = Embedding(40, 6, sparse=True), []
+# With sparse=True, set later, a gradient of the whole table is dense
+sparse, found = Embedding(40, 6), []
+sparse.sparse = True
 for use in (lambda: sparse(ids).sum(), lambda: sparse.weight.pow(2).sum() * 0, lambda: sparse(index).sum()):
     use().backward()
     found += [sparse.weight.grad.is_sparse, sparse.weight.grad.to_dense().clone()]

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 from cases import elsewhere, saved
 from torch import Tensor, nn
 from weight_cases_training import CASES
-from weight_world import DIM, ROWS, Setting, World, assert_equal, defaults, run_code, tensors
+from weight_world import ADAMW, DIM, ROWS, Setting, World, assert_equal, defaults, run_code, tensors
 
 from speedtransfer.errors import SpeedtransferError
 
@@ -289,16 +288,10 @@ class Outcome:
     text: str = ""
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
     """Run a program on both; `watch` looks at everything after every statement, else only at the end."""
-    with _quiet(), setting.hidden():
+    with warnings.catch_warnings(), setting.hidden():
+        warnings.simplefilter("ignore")
         worlds = ProgramWorld(setting, False), ProgramWorld(setting, True)
         for number, statement in enumerate(program):
             if setting.copies and "kept['numpy'].sum()" in statement:
@@ -353,7 +346,6 @@ def shrink(program: list[str], setting: Setting, watch: bool, kind: str) -> list
     return program
 
 
-ADAMW = (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1})
 SGD = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": True})
 ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
 LAZY = {"idle": "lazy"}

@@ -20,13 +20,31 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from weight_cases import Case
 
 import speedtransfer
 from speedtransfer.optim import Handle
 
 ROWS, ITEMS, DIM = 40, 30, 6
+
+
+class LinearHead(torch.autograd.Function):
+    """As fused linear cross-entropies are: given the weight itself, which no function of torch then sees."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ hidden
+
+
 LIBRARIES = {"copy": copy, "io": io, "operator": operator, "pickle": pickle, "np": np, "torch": torch, "nn": nn, "F": F}
+LIBRARIES |= {"checkpoint": checkpoint, "LinearHead": LinearHead}
 
 
 class Model(nn.Module):
@@ -116,18 +134,8 @@ class World:
             draw = torch.Generator().manual_seed(5)
             self.target = torch.randn(2, 4, DIM, generator=draw).to(self.device)
             edges = torch.randint(0, ROWS + ITEMS, (2, 60), generator=draw)
-            shape = (ROWS + ITEMS, ROWS + ITEMS)
-            self.names: dict[str, Any] = {
-                **LIBRARIES,
-                "Embedding": modules.Embedding,
-                "EmbeddingBag": modules.EmbeddingBag,
-                "model": model,
-                "emb": model.emb,
-                "items": model.items,
-                "query": model.query,
-                "make_opt": lambda params: setting.optimizer(params, **copy.deepcopy(setting.options)),
-                "step": self.step,
-                "loss": self.loss,
+            weights, shape = torch.full((60,), 0.2), (ROWS + ITEMS, ROWS + ITEMS)
+            given = {
                 "ids": torch.tensor([[1, 7, 7, 12], [0, 39, 7, 3]]),
                 "index": torch.tensor([3, 12, 3, 30]),
                 "offsets": torch.tensor([0, 3, 5]),
@@ -135,14 +143,17 @@ class World:
                 "rows": torch.randn(4, DIM, generator=draw),
                 "full": torch.randn(ROWS, DIM, generator=draw),
                 "bias": torch.randn(ROWS, generator=draw),
-                "graph": torch.sparse_coo_tensor(
-                    edges, torch.full((60,), 0.2), shape, check_invariants=True
-                ).coalesce(),
             }
-            # `graph` stays where it is: not every device has sparse tensors.
-            for name in ("ids", "index", "offsets", "mask", "rows", "full", "bias"):
-                self.names[name] = self.names[name].to(self.device)
-            self.names["opt"] = self.names["make_opt"](model.parameters())
+            self.names: dict[str, Any] = {
+                **LIBRARIES,
+                **{name: value.to(self.device) for name, value in given.items()},
+                # It stays where it is: not every device has sparse tensors.
+                "graph": torch.sparse_coo_tensor(edges, weights, shape, check_invariants=True).coalesce(),
+                "make_opt": lambda params: setting.optimizer(params, **copy.deepcopy(setting.options)),
+            }
+            self.names |= {"Embedding": modules.Embedding, "EmbeddingBag": modules.EmbeddingBag, "model": model}
+            self.names |= {"emb": model.emb, "items": model.items, "query": model.query}
+            self.names |= {"step": self.step, "loss": self.loss, "opt": self.names["make_opt"](model.parameters())}
             self._names, self._values = dict(self.names), copy.deepcopy(model.state_dict())
             if moment != "fresh":
                 for shift in (0, 20, 5):

@@ -106,9 +106,7 @@ class TestToCupy:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2])
     def test_dtypes_that_cupy_lacks(self, device, dtype):
-        with pytest.raises(
-            InvalidTypeError, match=r"which CuPy does not have; use a torch tensor, or its bits with .view"
-        ):
+        with pytest.raises(InvalidTypeError, match=r"which CuPy does not have; use a torch tensor, or its bits with"):
             cuda.to_cupy(torch.zeros(3, device=device).to(dtype))
 
 
@@ -125,15 +123,13 @@ class TestTorchStream:
 class TestLoadKernel:
     def test_more_shared_memory_than_there_is(self, device):
         with pytest.raises(
-            DeviceError, match=r"^train_spans asks for \d+ bytes of shared memory .+ refuses \(.+\); pass "
+            DeviceError, match=r"^train_spans asks for \d+ bytes of shared memory .+ refuses \(.+\); pass"
         ):
             cuda.load_kernel("word2vec.cu", "train_spans", device, 1 << 20)
         assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
 
     def test_what_does_not_compile(self, device):
-        with pytest.raises(
-            DeviceError, match=r"cannot compile no_such_kernel of rows.cu for cuda:\d+: .+; reinstall CuPy"
-        ):
+        with pytest.raises(DeviceError, match=r"cannot compile no_such_kernel of rows.cu for cuda:\d+: .+; reinstall"):
             cuda.load_kernel("rows.cu", "no_such_kernel", device)
 
 

@@ -38,9 +38,7 @@ class TestWhatIsSaid:
             index[bad[::2]] *= -1
             first = int(bad[0])
             engine.gather([plane], index.to(device), [rows], check=True)
-            with pytest.raises(
-                RowIndexError, match=rf"^index\[{first}\]{LATE} is {index[first]} but .+; clamp or filter"
-            ):
+            with pytest.raises(RowIndexError, match=rf"^index\[{first}\]{LATE} is {index[first]} but .+; clamp or"):
                 engine.wait()
             expected = plane.cpu()[index.clamp(0, 999)].index_fill(0, bad, 0)
             check_same([rows], [expected])

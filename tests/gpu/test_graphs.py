@@ -1,6 +1,7 @@
 """Training steps captured in a CUDA graph: replays compute what steps do, and what no replay could is refused by name."""
 
 import contextlib
+import functools
 import gc
 import threading
 import warnings
@@ -22,12 +23,8 @@ pytestmark = [
 ]
 
 
-def adamw(**options):
-    return lambda params: torch.optim.AdamW(params, lr=0.05, capturable=True, **options)
-
-
-def sgd(**options):
-    return lambda params: torch.optim.SGD(params, lr=0.05, **options)
+adamw = functools.partial(functools.partial, torch.optim.AdamW, lr=0.05, capturable=True)
+sgd = functools.partial(functools.partial, torch.optim.SGD, lr=0.05)
 
 
 def batches():
@@ -41,6 +38,7 @@ class Training:
         torch.manual_seed(3)
         options = {"idle": "lazy", "memory": "pinned", **options}
         self.emb = (make or st.Embedding)(ROWS, DIM, device=device, **options)
+        self.table = self.emb.table
         self.linear = nn.Linear(DIM, 2).to(device)
         self.forward = forward or (lambda emb, ids: emb(ids))
         self.opt = (optimizer or adamw())([*self.emb.parameters(), *self.linear.parameters()])
@@ -48,10 +46,6 @@ class Training:
         self.clips = clips
         self.ids = torch.zeros(IDS, dtype=torch.int64, device=device)
         self.loss, self.graph = torch.zeros((), device=device), torch.cuda.CUDAGraph()
-
-    @property
-    def table(self):
-        return self.emb.table
 
     def backward(self):
         loss = self.linear(self.forward(self.emb, self.ids)).pow(2).mean()
@@ -184,16 +178,9 @@ class TestReplays:
         second.replay()
         check_close(graphed.result(), plain.result())
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"memory": "device"},
-            {"storage_dtype": torch.int8},
-            {"storage_dtype": torch.float8_e4m3fn},
-            {"storage_dtype": "split24"},
-            {"idle": "exact"},
-        ],
-    )
+    STORED = [{"storage_dtype": dtype} for dtype in (torch.int8, torch.float8_e4m3fn, "split24")]
+
+    @pytest.mark.parametrize("options", [{"memory": "device"}, {"idle": "exact"}, *STORED])
     def test_an_evaluation(self, device, options):
         emb, ids = Training(device, **options).emb, torch.zeros(IDS, dtype=torch.int64, device=device)
         graph = torch.cuda.CUDAGraph()
@@ -233,13 +220,13 @@ class TestAfterReplays:
             for ids in batches()[2:4]:
                 graphed.ids.copy_(ids)
                 graphed.graph.replay()
-            torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
+            check_close(graphed.table.torch(), plain.table.torch())
         before = graphed.table.version
         graphed.graph.replay()
         assert graphed.table.version > before
         state = graphed.opt.state_dict()["state"][0]["exp_avg"].clone()
         plain.step()
-        torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
+        check_close(state, plain.opt.state_dict()["state"][0]["exp_avg"])
 
     def test_auto_stays_with_mapped(self, device, monkeypatch):
         plain, graphed = Training(device), Training(device)
@@ -270,20 +257,13 @@ def refused(match, graph=None):
     assert "\n" not in str(error.value)
 
 
-def host_ids(emb, ids):
-    return emb([1, 2, 3])
-
-
 REFUSED = {
     "exact": ({"idle": "exact"}, r"idle='exact'.*use idle='lazy'"),
     "storage": ({"storage_dtype": torch.int8}, "with storage_dtype or state_dtype .* same random numbers"),
     "state": ({"state_dtype": torch.uint8}, "with storage_dtype or state_dtype"),
-    "pageable": (
-        {"memory": "pageable"},
-        r"whose rows the host moves \(memory='pageable'\).*memory='pinned' or 'device'",
-    ),
+    "pageable": ({"memory": "pageable"}, r"rows the host moves \(memory='pageable'\).*memory='pinned' or 'device'"),
     "cache": ({"cache_rows": 10}, "cache_rows"),
-    "ids": ({"forward": host_ids}, "by ids on the host .* tensor on the device"),
+    "ids": ({"forward": lambda emb, ids: emb([1, 2, 3])}, "by ids on the host .* tensor on the device"),
     "activate": ({"forward": lambda emb, ids: emb.activate(ids).rows}, r"activate\(\), .* call the module"),
     "whole": ({"forward": lambda emb, ids: emb.weight * 2}, "a use of all of weight .*emb"),
 }
@@ -302,7 +282,7 @@ class TestRefused:
         assert torch.equal(graphed.table.gather(range(ROWS)), rows)
         # As if nothing had been.
         assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
-        torch.testing.assert_close(graphed.table.torch().float(), plain.table.torch().float(), rtol=1e-5, atol=1e-5)
+        check_close(graphed.table.torch().float(), plain.table.torch().float())
 
     def test_a_step_alone(self, device):
         graphed = Training(device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import take_step
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import ALL, COUPLED, OptimizerCase
+from optimizer_cases import ALL, COUPLED, case_named
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -54,12 +54,7 @@ def test_every_optimizer_as_on_the_cpu(case, trusted, device, tmp_path, monkeypa
             torch.testing.assert_close(found[1][1][key].cpu(), value, rtol=0, atol=1e-4 * float(value.abs().max()))
 
 
-FUSED = [
-    OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
-    OptimizerCase("amsgrad", torch.optim.AdamW, {"lr": 0.05, "amsgrad": True}),
-    OptimizerCase("adam-coupled", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
-    OptimizerCase("sgd", torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}),
-]
+FUSED = [case_named(name) for name in ("adamw", "adam-amsgrad", "adam-weight-decay", "sgd-momentum-weight-decay")]
 
 
 @pytest.mark.parametrize(("memory", "trusted"), [("pinned", True), ("device", True), ("device", False)])

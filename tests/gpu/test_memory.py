@@ -8,7 +8,7 @@ import torch
 from cases import one_line
 
 import speedtransfer as st
-from gpu.tools import allocated_bytes, is_page_locked, pinned, resident_bytes, table_in
+from gpu.tools import allocated_bytes, embedding_in, is_page_locked, pinned, resident_bytes
 from speedtransfer.cuda import streams as cuda_streams
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
@@ -29,7 +29,7 @@ def no_page_locking(monkeypatch):
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap"])
 def test_a_staging_buffer_that_there_is_no_room_for(device, tmp_path, memory, no_page_locking):
-    table = table_in(memory, tmp_path, 1000, 128, device).fill_(1)
+    table = embedding_in(memory, tmp_path, device, 1000, 128, kind=st.Table).fill_(1)
     index, rows = torch.arange(1000, device=device), torch.ones(2, 128, device=device)
     calls = [
         (lambda: table.gather(index), 8192),  # for the index, in steps of 256 bytes
@@ -88,13 +88,10 @@ class TestGivenBack:
     @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
     def test_memory_of_the_device(self, device, tmp_path, memory):
         before = allocated_bytes()
-        for name in ("a", "b"):
-            (tmp_path / name).mkdir()
-            table = table_in(memory, tmp_path / name, 100_000, 64, device).fill_(1)
-            if memory == "device":
-                assert torch.cuda.memory_allocated() - before >= 100_000 * 64 * 4
-            else:
-                assert torch.cuda.memory_allocated() - before < 1 << 16
+        for _ in range(2):
+            table = embedding_in(memory, tmp_path, device, 100_000, 64, kind=st.Table).fill_(1)
+            taken = torch.cuda.memory_allocated() - before
+            assert taken >= 100_000 * 64 * 4 if memory == "device" else taken < 1 << 16
             index = torch.arange(1000, device=device)
             rows = table.gather(index)
             table.scatter(index, rows * 2)
@@ -103,56 +100,42 @@ class TestGivenBack:
             assert allocated_bytes() == before
 
 
-CALLS = 10_000
+@pytest.mark.parametrize("kind", [MappedEngine, StagedEngine])
+def test_ten_thousand_calls_lose_nothing(device, kind):
+    """They are of varying length, on many streams: neither host, device nor caches grow."""
+    engine, rows = kind(device), torch.zeros(1000, 16, device=device)
+    plane, half = pinned(torch.zeros(1000, 16)), pinned(torch.zeros(1000, 16).half())
+    index = torch.randperm(1000)
+    indices = [index.to(device), index]
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(40))]
 
+    def call(number):
+        count, which = 1 + number * 37 % 999, indices[number // 2 % 2]
+        other = half if number % 3 == 0 else plane
+        with torch.cuda.stream(streams[number % len(streams)]):
+            if number % 2:
+                engine.gather([plane, other], which[:count], [rows[:count], rows[:count].clone()])
+            else:
+                engine.scatter([plane], which[:count], [rows[:count]])
+        if number % 50 == 0:
+            engine.wait()  # the host must not run ahead: what is under way takes memory
 
-class TestNothingIsLost:
-    """Ten thousand calls of varying length, on many streams: neither host, device nor caches grow."""
+    def state():
+        engine.wait()
+        host = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+        caches = [cache.cache_info().currsize for cache in (cuda_streams.cupy_stream, cuda_streams._stream_at)]
+        grown = torch.cuda.memory_reserved(), host.get("allocated_bytes.current", 0), resident_bytes()
+        return [allocated_bytes(), caches], grown
 
-    @pytest.mark.parametrize("name", ["mapped", "staged"])
-    def test_calls(self, device, name):
-        engine, calls = {"mapped": MappedEngine, "staged": StagedEngine}[name](device), CALLS
-        plane = pinned(torch.zeros(1000, 16))
-        half = pinned(torch.zeros(1000, 16).half())
-        index = torch.randperm(1000)
-        indices = [index.to(device), index]
-        rows = torch.zeros(1000, 16, device=device)
-        streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(40))]
-
-        def call(number):
-            count, which = 1 + number * 37 % 999, indices[number // 2 % 2]
-            other = half if number % 3 == 0 else plane
-            with torch.cuda.stream(streams[number % len(streams)]):
-                if number % 2:
-                    engine.gather([plane, other], which[:count], [rows[:count], rows[:count].clone()])
-                else:
-                    engine.scatter([plane], which[:count], [rows[:count]])
-            if number % 50 == 0:
-                engine.wait()  # the host must not run ahead: what is under way takes memory
-
-        def state():
-            engine.wait()
-            host = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
-            caches = [cuda_streams.cupy_stream, cuda_streams._stream_at]
-            return (
-                allocated_bytes(),
-                torch.cuda.memory_reserved(),
-                host.get("allocated_bytes.current", 0),
-                [cache.cache_info().currsize for cache in caches],
-            )
-
-        for number in range(calls // 4):
-            call(number)
-        before, resident = state(), resident_bytes()
-        for number in range(calls):
-            call(number)
-        after = state()
-        assert after[0] == before[0]
-        assert after[1] <= before[1] + (4 << 20)
-        assert after[2] <= before[2] + (1 << 20)
-        assert after[3] == before[3]
-        assert resident_bytes() - resident < 32 << 20
-        assert not plane.any()
+    for number in range(2500):
+        call(number)
+    held, before = state()
+    for number in range(10_000):
+        call(number)
+    held_after, after = state()
+    assert held_after == held
+    assert all(now - then <= most for now, then, most in zip(after, before, (4 << 20, 1 << 20, 32 << 20), strict=True))
+    assert not plane.any()
 
 
 # --- caches of hot rows -------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ranks.pair import Pair, table
 
 import speedtransfer as st
 from gpu import emulated
-from gpu.tools import FORMS
+from gpu.tools import FORMS, embedding_in
 
 ROWS, DIM = 300, 16
 
@@ -30,10 +30,7 @@ def group(request, tmp_path_factory):
 
 
 def trained(device, group, memory, folder, ahead=False, **options):
-    if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
-    torch.manual_seed(3)
-    emb = st.Embedding(ROWS, DIM, device=device, memory=memory, process_group=group, **options)
+    emb = embedding_in(memory, folder, device, ROWS, DIM, process_group=group, **options)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(5)
     batches = [torch.randint(0, ROWS, (40,), generator=draw).to(device) for _ in range(6)]

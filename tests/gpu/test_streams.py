@@ -12,16 +12,7 @@ import torch
 from engine_cases import any_bits
 
 import speedtransfer as st
-from gpu.tools import (
-    DEVICE_ENGINES,
-    ENGINES,
-    WAYS,
-    check_same,
-    hold,
-    no_garbage,  # noqa: F401 - a fixture
-    pinned,
-    store_in,
-)
+from gpu.tools import DEVICE_ENGINES, ENGINES, WAYS, check_same, hold, no_garbage, pinned, store_in  # noqa: F401
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
 
@@ -62,9 +53,11 @@ class TestNothingElse:
     def test_gathers_of_two_streams(self, device):
         """They read the same planes: neither waits for the other."""
         table, mine, other = (
-            st.Table(1000, 64, memory="pinned", device=device).normal_(),
-            *(torch.cuda.Stream() for _ in "ab"),
+            st.Table(1000, 64, memory="pinned", device=device),
+            torch.cuda.Stream(),
+            torch.cuda.Stream(),
         )
+        table.normal_()
         index = torch.arange(1000, device=device)
         for warm in WARM:
             torch.cuda.synchronize()
@@ -79,22 +72,19 @@ class TestNothingElse:
         check_same([ours, theirs], [table.torch(), table.torch()])
 
 
-class TestTheHost:
-    """It comes back while the device has not even begun."""
-
-    def test_staged_copies_run_on(self, device):
-        """The host gathers and is done: its copies need not be, and are in order."""
-        engine, mine = StagedEngine(device), torch.cuda.Stream()
-        content, index, rows = torch.randn(1000, 64), torch.arange(1000), torch.zeros(1000, 64, device=device)
-        with torch.cuda.stream(mine):
-            for warm in WARM:
-                plane = content.clone()
-                torch.cuda.synchronize()
-                with contextlib.nullcontext() if warm else not_waiting(mine):
-                    engine.gather([plane], index, [rows])
-                    plane.zero_()  # it is the caller's again
-        mine.synchronize()
-        check_same([rows], [content])
+def test_staged_copies_run_on(device):
+    """The host gathers and is done, before the device has even begun: its copies need not be, and are in order."""
+    engine, mine = StagedEngine(device), torch.cuda.Stream()
+    content, index, rows = torch.randn(1000, 64), torch.arange(1000), torch.zeros(1000, 64, device=device)
+    with torch.cuda.stream(mine):
+        for warm in WARM:
+            plane = content.clone()
+            torch.cuda.synchronize()
+            with contextlib.nullcontext() if warm else not_waiting(mine):
+                engine.gather([plane], index, [rows])
+                plane.zero_()  # it is the caller's again
+    mine.synchronize()
+    check_same([rows], [content])
 
 
 def test_a_buffer_that_grows_frees_nothing(device, monkeypatch):

@@ -5,11 +5,7 @@ import torch
 from cases import take_step
 
 import speedtransfer as st
-from gpu.tools import (
-    embedding_in,
-    no_garbage,  # noqa: F401 - a fixture
-    synchronizing,
-)
+from gpu.tools import embedding_in, no_garbage, synchronizing  # noqa: F401 - one is a fixture
 from speedtransfer.errors import RowIndexError
 
 MEMORIES = ["pinned", "pageable", "mmap"]
@@ -18,12 +14,6 @@ ROWS, DIM, BATCH = 400, 16, 96
 
 def module(device, memory, folder, **options):
     return embedding_in(memory, folder, device, ROWS, DIM, **options)
-
-
-def batches(steps, ids_on, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    skewed = torch.rand(steps, BATCH, generator=generator) ** 3 * ROWS
-    return [ids.long().to(ids_on) for ids in skewed]
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -83,7 +73,8 @@ def test_the_host_does_not_wait(device, tmp_path, memory, idle, ids_on):
     def step(ids):
         take_step(optimizer, emb(ids).square().sum())
 
-    every = batches(12, ids_on)
+    skewed = torch.rand(12, BATCH, generator=torch.Generator().manual_seed(1)) ** 3 * ROWS
+    every = [ids.long().to(ids_on) for ids in skewed]
     for ids in st.prefetch(every, lambda ids: {emb: ids}):
         step(ids)
     loader = iter(st.prefetch(every, lambda ids: {emb: ids}))

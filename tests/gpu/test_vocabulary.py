@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 
 import speedtransfer as st
 from gpu.test_waits import recorded
@@ -20,12 +21,9 @@ MEMORIES = ["pinned", "device"]
 
 
 def module_on(device: Any, memory: str = "pinned", kind: Any = st.Embedding, **about: Any) -> Any:
-    options = {
-        name: about.pop(name) for name in ("mode", "storage_dtype", "dtype", "padding_idx", "idle") if name in about
-    }
+    options = {name: about.pop(name) for name in ("dtype", "idle") if name in about}
     torch.manual_seed(0)
-    about = {"capacity": 60, "max_capacity": 400, **about}
-    vocabulary = st.Vocabulary(seed=3, **about)
+    vocabulary = st.Vocabulary(seed=3, **{"capacity": 60, "max_capacity": 400, **about})
     return kind(8, 4, vocabulary=vocabulary, memory=memory, device=device, **options)
 
 
@@ -34,10 +32,8 @@ def ids_of(step: int, count: int = 24) -> torch.Tensor:
     return torch.randint(3 * step, 3 * step + 30, (count,), generator=draw) * -(2**58)
 
 
-def train(module: Any, opt: Any, ids: torch.Tensor) -> None:
-    module(ids).square().sum().backward()
-    opt.step()
-    opt.zero_grad()
+def train(module: Any, opt: Any, ids: Any) -> None:
+    take_step(opt, module(ids).square().sum())
 
 
 @contextlib.contextmanager
@@ -177,8 +173,7 @@ def test_a_lookup_by_a_ticket_waits_for_the_ids_of_the_ticket_alone(device, defe
     opt = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
     batches = [ids_of(step).to(device) for step in range(14)]
     for ids in batches[:8]:
-        ticket = module.prefetch(ids)
-        train(module, opt, ticket)
+        train(module, opt, module.prefetch(ids))
     torch.cuda.synchronize()
     for ids in batches[8:]:
         with waits() as before:
@@ -187,6 +182,4 @@ def test_a_lookup_by_a_ticket_waits_for_the_ids_of_the_ticket_alone(device, defe
             loss = module(ticket).square().sum()
         assert not before
         assert len(found) <= (not deferred), found
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, loss)

@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.tools import (
-    hold,
-    no_garbage,  # noqa: F401 - a fixture
-    synchronizing,
-)
+from gpu.tools import hold, no_garbage, synchronizing  # noqa: F401 - one is a fixture
 
 try:
     import fakegpu  # the emulated GPU, which lists every call

@@ -77,9 +77,7 @@ class TestMemory:
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / total, device)
         try:
             big = st.Embedding(200_000, 64, memory="pinned", device=device)
-            with pytest.raises(
-                InvalidValueError, match=r"200000 rows do not fit on cuda:0; use the rows that are needed"
-            ):
+            with pytest.raises(InvalidValueError, match=r"200000 rows do not fit on cuda:0; use the rows that are"):
                 big.weight.norm()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)

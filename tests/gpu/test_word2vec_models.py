@@ -69,9 +69,8 @@ def test_steps_are_those_of_the_host(memory, kernel, kind, buckets, monkeypatch)
         got = train(given, "cuda", memory, model=kind, buckets=buckets)
         assert {*used} == {"kernel" if kernel else "torch"}
         for ours, host in zip(got, expected, strict=True):
-            torch.testing.assert_close(
-                ours.cpu(), host, rtol=3e-4, atol=5e-5
-            )  # hundreds of additions, in another order
+            # Hundreds of additions, in another order.
+            torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)
 
 
 @pytest.mark.sanitizer

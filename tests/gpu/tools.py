@@ -86,18 +86,11 @@ def no_garbage() -> Iterator[None]:
 def embedding_in(
     memory: str, folder: Path, device: torch.device, *sizes: Any, kind: Any = st.Embedding, **options: Any
 ) -> Any:
-    """Return a module with the first values of one seed in any memory; "mmap" has its file in `folder`."""
+    """Return a module, or a table, with the first values of one seed in any memory; "mmap" has its file in `folder`."""
     if memory == "mmap":
         options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
     torch.manual_seed(3)
     return kind(*sizes, memory=memory, device=device, **options)
-
-
-def table_in(memory: str, folder: Path, num_rows: int, dim: int, device: torch.device, **kwargs: Any) -> st.Table:
-    """Return a table in any memory; "mmap" has its file in `folder`."""
-    if memory == "mmap":
-        kwargs["path"] = folder / f"table{len(list(folder.iterdir()))}.safetensors"
-    return st.Table(num_rows, dim, memory=memory, device=device, **kwargs)
 
 
 # --- time ---------------------------------------------------------------------------------------------------------------
