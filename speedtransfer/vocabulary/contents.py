@@ -11,8 +11,7 @@ from torch import Tensor
 from speedtransfer.dtypes import check_values
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.changed_ids import check_alone, check_changes
-from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.changes import Changes, check_alone, check_changes
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.room import Room
@@ -158,14 +157,13 @@ def make_room_for(vocabulary: Room, ids: np.ndarray, gone: np.ndarray) -> None:
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         count = int(np.count_nonzero(live.index.find(ids) < 0))
-        lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
-        if lack > 0:
-            vocabulary._grow(lack)
-            lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
-        if lack > 0:
+        more = count - len(_check_to_forget(vocabulary, gone))
+        if more > live.num_free:
+            vocabulary._grow(more - live.num_free)
+        if more > live.num_free:
             raise HostMemoryError(
-                f"{owner}: {count} new ids need rows, but {lack} too many for the {vocabulary.capacity} that there are; make "
-                "the module with a larger capacity, or max_capacity"
+                f"{owner}: {count} new ids need rows, but {more - live.num_free} too many for the {vocabulary.capacity} that "
+                "there are; make the module with a larger capacity, or max_capacity"
             )
 
 
