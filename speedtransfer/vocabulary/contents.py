@@ -147,12 +147,7 @@ def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
 def make_room_for(vocabulary: Room, ids: np.ndarray, gone: np.ndarray) -> None:
     """Have rows for ids (n,) of this process, once the ids `gone` (m,) are; others stay.
 
-    Raises
-    ------
-    HostMemoryError
-        There are not as many, and may not be.
-    InvalidValueError
-        An id in `gone` may not be forgotten now.
+    HostMemoryError: there are not as many, and may not be. InvalidValueError: an id in `gone` may not be forgotten now.
     """
     live, owner = vocabulary._bound()
     with owner.rows.lock:

@@ -127,12 +127,8 @@ def _table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:
 def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Number the ids that have no row: among ids (n,) int64 those whose `rows` (n,) are -1.
 
-    Returns
-    -------
-    unknown, counts : (u,) int64 array
-        The distinct unknown ids in order of first appearance, and how often each occurs.
-    positions, numbers : (p,) int64 array
-        Where an unknown id stands in `ids`, ascending, and which of `unknown` stands there.
+    Returned are the distinct ones in order of first appearance and how often each occurs, (u,) int64; where one of them stands
+    in `ids`, ascending, and its number, (p,) int64.
     """
     ids, rows = checked(ids, "ids"), checked(rows, "rows")
     positions = np.flatnonzero(rows == -1)

@@ -63,13 +63,10 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
     saved = read_state(state, str(owner)) if state else None
     theirs = () if saved is None else saved.features
     if theirs != vocabulary.features:
-        names = [
-            f"those of the features {list(each)}" if each else "of no features"
-            for each in (theirs, vocabulary.features)
-        ]
         raise InvalidValueError(
-            f"{owner}: the ids to load are {names[0]} but the ids here {names[1]}, and would become others; load what a "
-            "module with the same features has saved, or set rows by vocabulary.update"
+            f"{owner}: the ids to load are those of the features {list(theirs)} but the ids here those of "
+            f"{list(vocabulary.features)}, and would become others; load what a module with the same features has saved, or "
+            "set rows by vocabulary.update"
         )
     if saved is None:
         sources = np.arange(num_saved)

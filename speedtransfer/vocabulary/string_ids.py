@@ -87,13 +87,14 @@ def _flat(values: Any) -> tuple[list[Any], tuple[int, ...]]:
             raise _refused(values, 0)
         array = np.asarray(values, dtype=object)
         return array.ravel().tolist(), array.shape
-    values, shape = list(values), (len(values),)
+    shape: tuple[int, ...] = (len(values),)
+    values = list(values)
     while values and any(isinstance(value, list) for value in values):
-        lengths = {len(value) if isinstance(value, list) else "no list" for value in values}
+        lengths = {len(value) if isinstance(value, list) else -1 for value in values}
         if len(lengths) > 1:
             raise InvalidValueError(
-                f"values has lists of different lengths ({lengths}) but must be as regular as a tensor; pad them, or hash "
-                "them one after the other and pass offsets"
+                "values has lists of different lengths, or values beside lists, but must be as regular as a tensor; pad the "
+                "lists, or hash them one after the other and pass offsets"
             )
         shape = (*shape, lengths.pop())
         values = list(itertools.chain.from_iterable(values))
