@@ -11,7 +11,8 @@ from torch import Tensor
 from speedtransfer.dtypes import check_values
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.changes import Changes, check_alone, check_changes
+from speedtransfer.vocabulary.changed_ids import check_alone, check_changes
+from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.room import Room

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_number, check_size
-from speedtransfer.vocabulary import changes, contents, saved_vocabulary
+from speedtransfer.vocabulary import changed_ids, contents, saved_vocabulary
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.initial import check_initial, check_range
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_max_capacity, check_seed
@@ -208,8 +208,8 @@ class Vocabulary(Room):
     make_room_for = contents.make_room_for
     follow_changes = contents.follow_changes
     forget = contents.forget
-    changed_since = changes.changed_since
-    check_changes = changes.check_changes
+    changed_since = changed_ids.changed_since
+    check_changes = changed_ids.check_changes
 
     # --- saved state --------------------------------------------------------------------------------------------------
 
