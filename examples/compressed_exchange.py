@@ -23,8 +23,7 @@ _TABLE_KEY = "_speedtransfer_handle"
 class OneBitState:
     """State of :func:`one_bit_hook`: the errors of the signs that this rank has sent, to be sent with the next ones.
 
-    It can be pickled, on each rank its own, without its process group. The first `start_step` steps send whole gradients:
-    these are large and change fast, which signs follow badly.
+    The first `start_step` steps send whole gradients: these are large and change fast, which signs follow badly.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, start_step: int = 1000) -> None:
@@ -41,9 +40,6 @@ class OneBitState:
     def error(self, number: int, size: int) -> Tensor:
         """Return the flat error of a parameter of `size` values."""
         return self.errors[number] if number in self.errors else torch.zeros(size)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None, "_numbers": {}}
 
 
 def one_bit_hook(
@@ -161,21 +157,11 @@ class BlockMomentumAverager(PeriodicModelAverager):
             # The first average, or other parameters are trained than at the last one.
             self._move = torch.zeros_like(model)
         else:
-            # A loaded state may be on another device.
-            last = self._model.to(model)
-            self._move = self.momentum * self._move.to(model) + (model - last)
-            model = last + self._move
+            self._move = self.momentum * self._move + (model - self._model)
+            model = self._model + self._move
         self._model = model
         for param, values in zip(averaged, model.split([param.numel() for param in averaged]), strict=True):
             param.copy_(values.view_as(param))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count of steps, the last average and the last move, the same on all ranks."""
-        return {"step": self.step, "model": self._model, "move": self._move}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.step, self._model, self._move = (state_dict[name] for name in ("step", "model", "move"))
 
 
 def _averaged(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[nn.Parameter]:

@@ -146,21 +146,6 @@ def run(given: Any, path: Path | None, idle: str = "lazy", checkpoint: Path | No
     return watch
 
 
-def draw(path: Path, runs: dict[str, Watch]) -> None:
-    """Draw the loss and the time of each step as a PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
-    above, below = figure.subplots(2)
-    for name, watch in runs.items():
-        above.plot(watch.losses, label=name)
-        below.plot([1e3 * seconds for seconds in watch.seconds])
-    above.set(xlabel="step", ylabel="loss", ylim=(0, None))
-    below.set(xlabel="step", ylabel="ms", ylim=(0, None))
-    above.legend()
-    figure.savefig(path)
-
-
 def main() -> None:
     """Train once, or with each kind of embedding."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -174,28 +159,23 @@ def main() -> None:
     parser.add_argument(
         "--compare", action="store_true", help="train with nn.Embedding, and with exact and lazy idle rows"
     )
-    parser.add_argument("--plot", type=Path, help="a PNG of the loss and the time of each step")
     given = parser.parse_args()
     if given.entities < KINDS:
         parser.error(f"--entities is {given.entities} but there are {KINDS} kinds of them; pass {KINDS} or more")
     path = given.output / "entities.npy"
     if given.compare:
-        runs = {"nn.Embedding": run(given, None)}
+        plain = run(given, None).losses
         for idle in ("exact", "lazy"):
             with tempfile.TemporaryDirectory() as folder:
-                runs[idle] = run(given, Path(folder) / path.name, idle)
-            pairs = zip(runs[idle].losses, runs["nn.Embedding"].losses, strict=True)
-            print(
-                f"  a loss differs from that with nn.Embedding by {max(abs(a / b - 1) for a, b in pairs):.1e} of it at most"
-            )
+                losses = run(given, Path(folder) / path.name, idle).losses
+            far = max(abs(a / b - 1) for a, b in zip(losses, plain, strict=True))
+            print(f"  a loss differs from that with nn.Embedding by {far:.1e} of it at most")
     else:
         given.output.mkdir(parents=True, exist_ok=True)
         checkpoint = given.output / "checkpoint"
         if given.resume and checkpoint.exists():
             path.unlink(missing_ok=True)  # the checkpoint has all rows
-        runs = {"lazy": run(given, path, checkpoint=checkpoint)}
-    if given.plot:
-        draw(given.plot, runs)
+        run(given, path, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":

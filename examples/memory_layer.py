@@ -16,7 +16,7 @@ import copy
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def known(model: nn.Module, asked: Tensor, answers: Tensor) -> float:
     return float((torch.cat(right) == answers).double().mean())
 
 
-def learn(model: nn.Module, lr: float, asked: Tensor, answers: Tensor, is_enough: Callable[[int], bool]) -> None:
-    """Train the parameters that require it with Adam until it `is_enough`, which is asked every ten steps."""
+def learn(model: nn.Module, lr: float, asked: Tensor, answers: Tensor) -> Iterator[int]:
+    """Train the parameters that require it with Adam; yield the number of every tenth step, to go on or to end there."""
     opt = torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=lr)
     draw = torch.Generator().manual_seed(1)
     for step in range(1, MOST_STEPS + 1):
@@ -95,8 +95,8 @@ def learn(model: nn.Module, lr: float, asked: Tensor, answers: Tensor, is_enough
         opt.zero_grad()
         F.cross_entropy(model(asked[batch]), answers[batch]).backward()
         opt.step()
-        if step % 10 == 0 and is_enough(step):
-            return
+        if step % 10 == 0:
+            yield step
 
 
 @torch.no_grad()
@@ -121,7 +121,9 @@ def freeze(model: Model, way: str, rows: Tensor) -> None:
 def compare(model: Model, ways: list[str], num_rows: int, seed: int) -> dict[str, list[tuple[float, float]]]:
     """Teach the model the old facts, and then new ones in each of `ways`; return the shares known, new and old, on the way."""
     old, new = facts(seed)
-    learn(model, 2e-3, *old, lambda step: known(model, *old) >= 0.995)
+    for _ in learn(model, 2e-3, *old):
+        if known(model, *old) >= 0.995:
+            break
     before, background, use = known(model, *old), use_of(model, old[0]), use_of(model, new[0])
     rows = use.top_rows(background, num_rows)
     print(f"the old facts: {before:.1%} known, {background}")
@@ -130,20 +132,14 @@ def compare(model: Model, ways: list[str], num_rows: int, seed: int) -> dict[str
     for way in ways:
         tuned, curve = copy.deepcopy(model), [(known(model, *new), before)]
         freeze(tuned, way, rows)
-
-        def is_enough(
-            step: int, tuned: Model = tuned, curve: list[tuple[float, float]] = curve, way: str = way
-        ) -> bool:
+        # In evaluation mode: statistics of batches are no weights.
+        for step in learn(tuned.eval(), WAYS[way], *new):
             curve.append((known(tuned, *new), known(tuned, *old)))
-            enough = curve[-1][0] >= KNOWN or step == MOST_STEPS
-            if enough:
+            if curve[-1][0] >= KNOWN or step == MOST_STEPS:
                 print(
                     f"{way:<16} {step:>4} steps: {curve[-1][0]:.1%} of the new facts, {curve[-1][1]:.1%} of the old ones"
                 )
-            return enough
-
-        # In evaluation mode: statistics of batches are no weights.
-        learn(tuned.eval(), WAYS[way], *new, is_enough)
+                break
         found[way] = curve
     return found
 

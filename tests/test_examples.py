@@ -18,7 +18,6 @@ import memory_layer
 import ngram_lm
 import parallel
 from ngram_lm import PAIRS, WAYS
-from parallel import DATA_PARALLEL, ONE, ORDINARY, SHARDED, SHARED
 
 # --- a small GPT with n-gram tables --------------------------------------------------------------------------------------
 
@@ -67,30 +66,7 @@ def test_a_run_of_ngram_lm(text, monkeypatch, capsys, names):
         assert "losses and the table are the same bits" in out
 
 
-# --- one device and several ----------------------------------------------------------------------------------------------
-
-QUICK = ["--steps", "8", "--rows", "100"]
-
-
-@pytest.mark.slow
-def test_a_run_of_parallel():
-    runs = parallel.main(QUICK)["runs"]
-    assert list(runs) == [ONE, DATA_PARALLEL, ORDINARY, SHARDED, SHARED]
-    one = runs[ONE]["losses"]
-    assert len(one) == 8
-    assert one[-1] < one[0]
-    assert runs[DATA_PARALLEL]["losses"] == one
-    for kind in (ORDINARY, SHARDED, SHARED):
-        assert runs[kind]["losses"] == pytest.approx(one, rel=1e-5)
-        assert runs[kind]["difference"] == max(abs(a - b) for a, b in zip(runs[kind]["losses"], one, strict=True))
-        assert runs[kind]["step_s"] > 0
-    for kind, each, processes in ((ONE, 64, 1), (DATA_PARALLEL, 64, 1), (ORDINARY, 32, 2), (SHARDED, 32, 2)):
-        assert runs[kind]["sizes"] == [[["cpu", [each, 5], [each, 1]]]] * processes
-    assert (runs[ORDINARY]["rows"], runs[SHARDED]["rows"]) == ([100, 100], [50, 50])
-    text = parallel.sentence(SHARDED, runs[SHARDED])
-    assert "process 1 of 2, cpu: input (32, 5), output (32, 1), 50 rows" in text
-    assert "largest difference from one process" in text
-
+# --- what is refused -----------------------------------------------------------------------------------------------------
 
 REFUSED = """
 ngram_lm --batch 1000 -> pass a longer one, or a smaller --batch or --context
@@ -113,7 +89,7 @@ def test_what_makes_no_sense_is_refused(text, tmp_path, monkeypatch, capsys, lin
     run, given = {
         "ngram_lm": (ngram_lm.main, ["--data", str(text), *TINY.split()]),
         "memory_layer": (memory_layer.main, []),
-        "parallel": (parallel.main, QUICK),
+        "parallel": (parallel.main, []),
     }[example]
     with pytest.raises(SystemExit) as stop:
         run([*given, *arguments])

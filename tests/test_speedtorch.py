@@ -20,11 +20,11 @@ import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.speedtorch import memories
 
+pytestmark = pytest.mark.filterwarnings("ignore:SpeedTorch's classes ask for CUDA")
+
 
 @pytest.fixture(autouse=True)
-def _warned(monkeypatch, tmp_path):
-    """The warning has been given, and what lies about would lie in a folder of the test's own."""
-    monkeypatch.setattr(memories, "_warned", True)
+def _in_a_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
@@ -346,8 +346,8 @@ def test_bad_arguments(refusal):
     check_refused(refusal, adam=torch.optim.Adam(model.parameters()), **names, **vars(SpeedTorch))
 
 
-def test_one_warning_a_process(monkeypatch):
-    monkeypatch.setattr(memories, "_warned", False)
+def test_one_warning_a_process():
+    memories._warn.cache_clear()
     variable = nn.Embedding(1, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -359,7 +359,6 @@ def test_one_warning_a_process(monkeypatch):
     (warning,) = caught
     assert warning.category is RuntimeWarning
     assert "ask for CUDA" in str(warning.message)
-    assert warning.filename == __file__
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

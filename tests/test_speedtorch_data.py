@@ -9,7 +9,6 @@ from refusals import check_refused, refusals
 
 import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
-from speedtransfer.speedtorch import memories
 
 GADGETS = {
     "device": lambda path: SpeedTorch.DataGadget(path),
@@ -18,9 +17,11 @@ GADGETS = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:SpeedTorch's classes ask for CUDA")
+
+
 @pytest.fixture(autouse=True)
-def _warned(monkeypatch, tmp_path):
-    monkeypatch.setattr(memories, "_warned", True)
+def _in_a_folder_of_its_own(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

@@ -17,8 +17,7 @@ from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.progress import ByteProgress
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.known_ids import KnownIds
-from speedtransfer.vocabulary.loaded_state import read_state
+from speedtransfer.vocabulary.loaded_state import KnownIds, read_state
 
 
 class MergedIds(MergedTable):

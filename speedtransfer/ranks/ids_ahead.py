@@ -21,18 +21,10 @@ _MOST_ROOM = 4  # times what a message needs, or those after it get less
 
 
 class IdsAhead:
-    """Ids that were sent to each process, and those that come from it.
+    """Ids that were sent to each process by an exchange that `may_be_beside`, and those that come from it.
 
-    Parameters
-    ----------
-    exchange : Exchange
-        Which `may_be_beside`.
-    sends : Tensor, optional
-        ``(ranks, tables)``, how many go to each. None: this process has refused its ids.
-    parts : sequence of Tensor
-        For each table ``(n,)`` int64, sorted by the rank they go to.
-    about : str
-        What all processes must send ids of.
+    `parts` are for each table ``(n,)`` int64, sorted by the rank they go to, `sends` how many go to each, ``(ranks, tables)``;
+    None: this process has refused its ids. All processes must send ids of what it is `about`.
     """
 
     def __init__(self, exchange: Exchange, sends: Tensor | None, parts: Sequence[Tensor], about: str) -> None:
@@ -67,10 +59,7 @@ class IdsAhead:
     def wait(self) -> None:
         """Wait for what comes, before `take`. All processes know then how much room the messages after this one need.
 
-        Raises
-        ------
-        ProcessGroupError
-            A process has refused its ids, cannot be reached, or has sent those of other tables.
+        ProcessGroupError: a process has refused its ids, cannot be reached, or has sent those of other tables.
         """
         exchange, got = self._exchange, self._got
         exchange.wait_beside(self._work, "sends ids ahead")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import sys
 import uuid
 import warnings
 from pathlib import Path
@@ -18,7 +18,6 @@ from speedtransfer.tables import Table
 
 ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
 TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
-_warned = False
 
 
 class CudaOrPinned(Storage):
@@ -84,19 +83,15 @@ def _on_device(device: torch.device | str, memory: Memory) -> tuple[Memory, torc
     cuda = cuda_status()
     if cuda.available or (torch.device(device).type != "cuda" and memory != "pinned"):
         return memory, resolve_device(device)
-    _warn_once(cuda.reason)
+    _warn(cuda.reason)
     return "mmap" if memory == "mmap" else "pageable", torch.device("cpu")
 
 
-def _warn_once(reason: str) -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        level, frame = 2, sys._getframe().f_back
-        while frame is not None and frame.f_globals.get("__name__", "").startswith("speedtransfer."):
-            level, frame = level + 1, frame.f_back  # to the line that asks
-        warnings.warn(
-            f"SpeedTorch's classes ask for CUDA, but {reason}. Rows live in ordinary memory and are computed with on the CPU",
-            RuntimeWarning,
-            stacklevel=level,
-        )
+@functools.cache
+def _warn(reason: str) -> None:
+    """Warn, once."""
+    warnings.warn(
+        f"SpeedTorch's classes ask for CUDA, but {reason}. Rows live in ordinary memory and are computed with on the CPU",
+        RuntimeWarning,
+        stacklevel=2,
+    )

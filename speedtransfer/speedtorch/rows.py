@@ -72,8 +72,7 @@ class Rows:
     def batch(self, positive: Any, negative: Any = None) -> Index:
         """Return the rows of a batch, flat: those that `positive` names, then those that `negative` names if it is there."""
         found = [self.index(positive), *([] if negative is None else [self.index(negative)])]
-        where = found[0].flat.device if len({one.flat.device for one in found}) == 1 else self.table.device
-        flat = torch.cat([one.flat.to(where) for one in found]) if len(found) > 1 else found[0].flat
+        flat = torch.cat([one.flat.to(found[0].flat.device) for one in found])
         return Index(flat, tuple(flat.shape), all(one.checked for one in found))
 
     def read(self, index: Index, names: list[str]) -> dict[str, Tensor]:

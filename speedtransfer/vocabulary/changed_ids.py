@@ -15,8 +15,9 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
     """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy.
 
     A copy that has applied what came before reads then, for every id, what this table reads now. Where idle rows move too
-    (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded
-    since, it is complete: all ids and rows. Rows that were written to ``embedding.table`` by hand are not seen.
+    (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded since
+    or a row rescaled in evaluation (`max_norm`), it is complete: all ids and rows. Rows that were written to
+    ``embedding.table`` by hand are not seen.
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
         complete = since == 0 or since < vocabulary._log.begins or LAST_STEP in live.table.planes
         rows = live.occupied()
         if not complete:
-            rows = rows[(live.last_use[rows] >= since) | np.isin(rows, vocabulary._log.written_since(since))]
+            rows = rows[live.last_use[rows] >= since]
         evicted = np.unique(
             np.concatenate([np.empty(0, dtype=np.int64), *(i for at, i in vocabulary._log.gone if at >= since)])
         )

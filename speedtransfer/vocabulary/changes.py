@@ -19,8 +19,6 @@ from speedtransfer.untrusted import only_storage_errors, parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
 _FORMAT = "speedtransfer.changes"
-# Ids that were taken off are remembered up to so many for each row of the table.
-_LOGGED = 1.0
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -145,25 +143,12 @@ class ChangeLog:
         self.begins = clock + 1 if clock else 0
         self.gone: deque[tuple[int, np.ndarray]] = deque()
         self._num_gone = 0
-        # When rows, by number, were last written to without a use; -1: not since this was made.
-        self._written = np.empty(0, dtype=np.int64)
-
-    def note_written(self, rows: np.ndarray, clock: int) -> None:
-        """Note that `rows` (n,), n > 0, are written to now."""
-        missing = int(rows.max()) + 1 - len(self._written)
-        if missing > 0:
-            self._written = np.append(self._written, np.full(missing, -1))
-        self._written[rows] = clock
-
-    def written_since(self, clock: int) -> np.ndarray:
-        """Return such rows."""
-        return np.flatnonzero(self._written >= clock)
 
     def add(self, ids: np.ndarray, clock: int, num_rows: int) -> None:
-        """Note that `ids` (n,) were taken off now, and forget the first ones where these are too many for `num_rows`."""
+        """Note that `ids` (n,) were taken off now, and forget the first ones where they are more than `num_rows`."""
         self.gone.append((clock, ids))
         self._num_gone += len(ids)
-        while self._num_gone > max(_LOGGED * num_rows, len(ids)):
+        while self._num_gone > max(num_rows, len(ids)):
             at, dropped = self.gone.popleft()
             self._num_gone -= len(dropped)
             self.begins = at + 1

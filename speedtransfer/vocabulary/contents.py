@@ -148,24 +148,18 @@ def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
 def make_room_for(vocabulary: Room, ids: np.ndarray, gone: np.ndarray) -> None:
     """Have rows for ids (n,) of this process, once the ids `gone` (m,) are; others stay.
 
-    Raises
-    ------
-    HostMemoryError
-        There are not as many, and may not be.
-    InvalidValueError
-        An id in `gone` may not be forgotten now.
+    HostMemoryError: there are not as many, and may not be. InvalidValueError: an id in `gone` may not be forgotten now.
     """
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         count = int(np.count_nonzero(live.index.find(ids) < 0))
-        lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
-        if lack > 0:
-            vocabulary._grow(lack)
-            lack = count - len(_check_to_forget(vocabulary, gone)) - live.num_free
-        if lack > 0:
+        more = count - len(_check_to_forget(vocabulary, gone))
+        if more > live.num_free:
+            vocabulary._grow(more - live.num_free)
+        if more > live.num_free:
             raise HostMemoryError(
-                f"{owner}: {count} new ids need rows, but {lack} too many for the {vocabulary.capacity} that there are; make "
-                "the module with a larger capacity, or max_capacity"
+                f"{owner}: {count} new ids need rows, but {more - live.num_free} too many for the {vocabulary.capacity} that "
+                "there are; make the module with a larger capacity, or max_capacity"
             )
 
 

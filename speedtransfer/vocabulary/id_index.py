@@ -85,31 +85,23 @@ class IdIndex:
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Add ids (n,) int64 that the index does not have, with their rows (n,) int64.
 
-        If one is repeated or has a row already, or `reserve` fails, it raises and the index is as before.
+        If one is repeated or has a row already it raises, and those before it are there.
         """
         ids, rows = checked(ids, "ids"), checked(rows, "rows")
         self.reserve(self._count + len(ids))
         self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
-        done = self._change("insert", ids, rows)
+        self._count += (done := self._change("insert", ids, rows))
         if done < len(ids):
-            self._change("remove", ids[:done])
             raise InvalidValueError(f"ids[{done}] is {ids[done]}, which has a row already; remove it first")
-        self._count += done
 
     def remove(self, ids: np.ndarray) -> None:
-        """Remove ids (n,) int64. If one is repeated or has no row, it raises and the index is as before."""
+        """Remove ids (n,) int64. If one is repeated or has no row it raises, and those before it are gone."""
         ids = checked(ids, "ids")
-        rows = self.find(ids)
-        done = int((rows < 0).argmax()) if len(ids) and rows.min() < 0 else len(ids)
-        if done == len(ids):
-            done = self._change("remove", ids)
-            if done < len(ids):
-                self._change("insert", ids[:done], rows[:done])
+        self._count -= (done := self._change("remove", ids))
         if done < len(ids):
             raise InvalidValueError(
                 f"ids[{done}] is {ids[done]}, which has no row or stands there twice; remove each id once"
             )
-        self._count -= done
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids and their rows, in no order: two (len,) int64 arrays."""
@@ -135,12 +127,8 @@ def _table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:
 def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Number the ids that have no row: among ids (n,) int64 those whose `rows` (n,) are -1.
 
-    Returns
-    -------
-    unknown, counts : (u,) int64 array
-        The distinct unknown ids in order of first appearance, and how often each occurs.
-    positions, numbers : (p,) int64 array
-        Where an unknown id stands in `ids`, ascending, and which of `unknown` stands there.
+    Returned are the distinct ones in order of first appearance and how often each occurs, (u,) int64; where one of them stands
+    in `ids`, ascending, and its number, (p,) int64.
     """
     ids, rows = checked(ids, "ids"), checked(rows, "rows")
     positions = np.flatnonzero(rows == -1)

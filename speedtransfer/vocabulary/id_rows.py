@@ -96,7 +96,7 @@ class IdRows:
 
     def occupied(self) -> np.ndarray:
         """Return the rows with an id, (n,) int64, sorted."""
-        return np.flatnonzero(self.last_use[self.reserved :] != FREE) + self.reserved
+        return occupied(self.last_use, self.reserved)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -171,11 +171,9 @@ class IdRows:
             self.watcher.note_all()
         rows = self.occupied()
         self.index = self.index_of(self.ids[rows], rows) if index is None else index
-        if free is None:
-            fresh = int(rows[-1]) + 1 if len(rows) else self.reserved
-            free = np.flatnonzero(self.last_use[self.reserved : fresh] == FREE)[::-1] + self.reserved, fresh
-        self._num_released, self.fresh = 0, free[1]
-        self._push(free[0])
+        released, self.fresh = free or free_by_use(self.last_use, self.reserved)
+        self._num_released = 0
+        self._push(released)
         self.torn = False
 
     def victims(
@@ -208,6 +206,17 @@ class IdRows:
             if once:
                 break
         return np.concatenate(found)
+
+
+def occupied(last_use: np.ndarray, reserved: int) -> np.ndarray:
+    """Return the rows with an id, (n,) int64, sorted, by the `last_use` of all."""
+    return np.flatnonzero(last_use[reserved:] != FREE) + reserved
+
+
+def free_by_use(last_use: np.ndarray, reserved: int) -> tuple[np.ndarray, int]:
+    """Return the free rows before the last one with an id, the last of which is used first, and the row after it."""
+    fresh = int(occupied(last_use, reserved).max(initial=reserved - 1)) + 1
+    return np.flatnonzero(last_use[reserved:fresh] == FREE)[::-1] + reserved, fresh
 
 
 def _lowest(scores: np.ndarray, count: int) -> np.ndarray:

@@ -23,9 +23,8 @@ def as_ids(ids: Any) -> Tensor:
     """
     tensor = ids.detach() if isinstance(ids, Tensor) else torch.from_numpy(_array_of(ids))
     if tensor.dtype not in _INTEGER:
-        kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
         raise InvalidTypeError(
-            f"ids is {kind} but ids are integers of 64 bits; pass ids.long(), or st.hash_ids(strings)"
+            f"ids has dtype {tensor.dtype} but ids are integers of 64 bits; pass ids.long(), or st.hash_ids(strings)"
         )
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
         refuse_layout(tensor, "ids")
@@ -47,9 +46,8 @@ def _array_of(ids: Any) -> np.ndarray:
     if array.dtype.kind == "O":
         return _of_python_ints(array)
     if array.dtype.kind not in "iu":
-        what = {"b": "boolean", "U": "string", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
         raise InvalidTypeError(
-            f"ids holds {what} values but ids are integers of 64 bits; pass integers, or st.hash_ids(strings)"
+            f"ids has dtype {array.dtype} but ids are integers of 64 bits; pass integers, or st.hash_ids(strings)"
         )
     same_bits = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
     return same_bits if same_bits.flags.writeable and same_bits.flags.c_contiguous else same_bits.copy()

@@ -1,4 +1,4 @@
-"""The state of a vocabulary as it is saved, by name, and read again with every check."""
+"""The state of a vocabulary as it is saved, by name, read again with every check; it follows changes without a table."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from speedtransfer.dtypes import check_values
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import Placement
 from speedtransfer.vocabulary.id_index import IdIndex
-from speedtransfer.vocabulary.id_rows import FREE
-from speedtransfer.vocabulary.initial import KINDS, Initial, check_initial
+from speedtransfer.vocabulary.id_rows import FREE, free_by_use, occupied
+from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
 
 FORMAT = 1
 # What the tensor of numbers holds, in this order. Saved states may have a clock in microseconds (`by_time`), and a number of
@@ -87,6 +87,16 @@ class LoadPlan(NamedTuple):
         return same and self.placement.num_saved == num_saved
 
 
+def packed(numbers: Mapping[str, int], initial: Initial) -> dict[str, Tensor]:
+    """Return the part of a state that has numbers, 0 for those that are not given, and the initial values."""
+    bits = [numbers.get(name, 0) & (2**64 - 1) for name in NUMBERS]
+    kind, *values = as_line(initial)
+    return {
+        "numbers": torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64)),
+        "initial": torch.tensor([KINDS.index(kind), *values], dtype=torch.float64, device="cpu"),
+    }
+
+
 def unpack_features(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of features in a state, none if it has none; raise ValueError for other tensors."""
     return tuple(bytes(state["features"].tolist()).decode().split("\0")) if "features" in state else ()
@@ -147,3 +157,89 @@ def free_rows(saved: SavedState) -> tuple[np.ndarray, int] | None:
     free = np.flatnonzero(saved.last_use[saved.numbers["reserved"] : fresh] == FREE) + saved.numbers["reserved"]
     in_use_later = (saved.last_use[fresh:] != FREE).any()
     return None if in_use_later or not np.array_equal(np.sort(released), free) else (released.copy(), fresh)
+
+
+class KnownIds:
+    """Which row each id of a saved state has, in a table that loads it and then follows changes (`Vocabulary.update`).
+
+    `ids`, `last_use` and `counts` are as `IdRows` has them.
+    """
+
+    def __init__(self, saved: SavedState) -> None:
+        self.ids, self.last_use = saved.ids.copy(), saved.last_use.copy()
+        self.counts = None if saved.counts is None else saved.counts.copy()
+        self.numbers, self.initial, self.features = dict(saved.numbers), saved.initial, saved.features
+        self.reserved = self.numbers["reserved"]
+        rows = self.used()
+        if self.numbers["by_time"]:
+            # Those of earlier versions had no clock.
+            self.numbers["by_time"] = self.numbers["clock"] = self.last_use[rows] = 0
+        self._index = IdIndex.of(self.ids[rows], rows)
+        self._released, self.numbers["fresh"] = free_rows(saved) or free_by_use(self.last_use, self.reserved)
+
+    @property
+    def padding(self) -> int | None:
+        """The id of padding."""
+        return self.numbers["padding"] if self.reserved == 2 else None
+
+    def used(self) -> np.ndarray:
+        """Return the rows with an id, (n,) int64, sorted."""
+        return occupied(self.last_use, self.reserved)
+
+    def follow(self, ids: np.ndarray, gone: np.ndarray, facts: dict[str, Any]) -> np.ndarray:
+        """Let ids `gone` (m,) be unknown and return the rows of `ids` (n,), which were used now; new ones get free rows.
+
+        `facts` are the clock, and the seed and initial values of ids without a row, if these are others.
+        """
+        now = self.numbers["clock"] = max(self.numbers["clock"], facts["clock"])
+        rows = self._index.find(gone)
+        rows = rows[rows >= 0]
+        self._index.remove(self.ids[rows])
+        self.last_use[rows] = FREE
+        self._released = np.concatenate([self._released, rows])
+        found = self._index.find(ids)
+        new = np.flatnonzero(found < 0)
+        found[new] = self._take(len(new))
+        self.ids[found[new]] = ids[new]
+        if self.counts is not None:
+            self.counts[found[new]] = 0
+        self._index.insert(ids[new], found[new])
+        self.last_use[found] = now
+        if facts["seed"] is not None:
+            self.numbers["seed"] = facts["seed"]
+        if facts["initial"] is not None:
+            self.initial = check_initial(facts["initial"])
+        return found
+
+    def note_uses(self, rows: np.ndarray, last_use: Tensor | None, counts: Tensor | None) -> None:
+        """Note when, and how often, `rows` (n,) were used last, ``(n, 1)``, where that is known."""
+        if last_use is not None:
+            self.last_use[rows] = last_use[:, 0].numpy()
+        if counts is not None and self.counts is not None:
+            self.counts[rows] = counts[:, 0].numpy()
+
+    def go_on_with(self, numbers: Tensor) -> None:
+        """Take the numbers of another state, but for those of its rows."""
+        found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
+        self.numbers |= {name: n for name, n in found.items() if name not in ("hand", "fresh", "reserved", "padding")}
+
+    def _take(self, count: int) -> np.ndarray:
+        """Return free rows, of which there are then as many: in the order of `IdRows.take`."""
+        again = min(count, len(self._released))
+        split = len(self._released) - again
+        fresh = self.numbers["fresh"]
+        rows = np.concatenate([self._released[split:][::-1], np.arange(fresh, fresh + count - again)])
+        self._released, self.numbers["fresh"] = self._released[:split], fresh + count - again
+        more = self.numbers["fresh"] - len(self.ids)
+        if more > 0:
+            self.ids = np.concatenate([self.ids, np.zeros(more, np.int64)])
+            self.last_use = np.concatenate([self.last_use, np.full(more, FREE)])
+            if self.counts is not None:
+                self.counts = np.concatenate([self.counts, np.zeros(more, np.float32)])
+        return rows
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what has changed of the state, by name."""
+        arrays = {"ids": self.ids, "last_use": self.last_use, "released": self._released.copy(), "counts": self.counts}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+        return tensors | packed(self.numbers, self.initial)

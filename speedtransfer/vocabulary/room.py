@@ -299,9 +299,12 @@ class Room(Owned):
 
     def note_written(self, rows: np.ndarray) -> None:
         """Note that `rows` (n,) were written to without a use: a lookup in evaluation rescales them (`max_norm`)."""
-        rows = rows[self._bound()[0].last_use[rows] < self.clock]
-        if len(rows):
-            self._log.note_written(rows, self.clock)
+        if (self._bound()[0].last_use[rows] < self.clock).any():
+            self.all_rows_changed()
+
+    def all_rows_changed(self) -> None:
+        """Note that rows may have changed of which no lookup tells."""
+        self._log.begins = self.clock + 1
 
     def count_step(self, late: np.ndarray | None = None) -> None:
         """Note a step of the optimizer, of the rows `late` (n,) if some may not have been looked up since the last one."""

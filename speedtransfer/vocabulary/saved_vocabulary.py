@@ -14,8 +14,7 @@ from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
-from speedtransfer.vocabulary.initial import KINDS, as_line
-from speedtransfer.vocabulary.loaded_state import FORMAT, NUMBERS, LoadPlan, SavedState, free_rows, read_state
+from speedtransfer.vocabulary.loaded_state import FORMAT, LoadPlan, SavedState, free_rows, packed, read_state
 from speedtransfer.vocabulary.policies import Admission
 from speedtransfer.vocabulary.room import Room
 
@@ -44,10 +43,7 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
         "admitted_now": vocabulary._admitted_now,
         "admitted_lately": vocabulary._admitted_lately,
     }
-    bits = [numbers.get(name, 0) & (2**64 - 1) for name in NUMBERS]
-    state["numbers"] = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
-    kind, *values = as_line(vocabulary.initial)
-    state["initial"] = torch.tensor([KINDS.index(kind), *values], dtype=torch.float64, device="cpu")
+    state |= packed(numbers, vocabulary.initial)
     if vocabulary.features:
         names = "\0".join(vocabulary.features).encode()
         state["features"] = torch.from_numpy(np.frombuffer(names, dtype=np.uint8).copy())
@@ -67,13 +63,10 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
     saved = read_state(state, str(owner)) if state else None
     theirs = () if saved is None else saved.features
     if theirs != vocabulary.features:
-        names = [
-            f"those of the features {list(each)}" if each else "of no features"
-            for each in (theirs, vocabulary.features)
-        ]
         raise InvalidValueError(
-            f"{owner}: the ids to load are {names[0]} but the ids here {names[1]}, and would become others; load what a "
-            "module with the same features has saved, or set rows by vocabulary.update"
+            f"{owner}: the ids to load are those of the features {list(theirs)} but the ids here those of "
+            f"{list(vocabulary.features)}, and would become others; load what a module with the same features has saved, or "
+            "set rows by vocabulary.update"
         )
     if saved is None:
         sources = np.arange(num_saved)

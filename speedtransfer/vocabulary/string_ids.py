@@ -14,7 +14,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 _DIGEST_BYTES = 8
 _TUPLE = b"tuple"  # so that the id of a tuple is not that of a string
-_RULE = "must be str, bytes, or a tuple of them"
 
 
 def hash_ids(values: Any, salt: str = "") -> Tensor:
@@ -58,7 +57,7 @@ def hash_ids(values: Any, salt: str = "") -> Tensor:
         try:
             digest = digests.get(value)
         except TypeError:
-            raise _refused(value, at, shape) from None
+            raise _refused(value, at) from None
         if digest is None:
             if isinstance(value, (str, bytes)):
                 hashed = plain.copy()
@@ -68,7 +67,7 @@ def hash_ids(values: Any, salt: str = "") -> Tensor:
                 for part in map(_encoded, value):
                     hashed.update(len(part).to_bytes(8, "little") + part)
             else:
-                raise _refused(value, at, shape)
+                raise _refused(value, at)
             digest = digests[value] = hashed.digest()
         result += digest
     return torch.from_numpy(np.frombuffer(result, "<i8").astype(np.int64).reshape(shape))
@@ -83,42 +82,29 @@ def _flat(values: Any) -> tuple[list[Any], tuple[int, ...]]:
     """Return the values in a row, and the shape that they have."""
     if isinstance(values, (str, bytes)):
         return [values], ()
-    if isinstance(values, tuple):
-        values = list(values)
-    if not isinstance(values, list):
-        if isinstance(values, Tensor):
-            raise _refused(values.dtype, None, values.shape)
+    if not isinstance(values, (list, tuple)):
         if not hasattr(values, "__array__"):
-            raise _refused(values, 0, ())
-        array = np.asarray(values)
-        if array.dtype.kind not in "OSUT":
-            raise _refused(array.dtype, None, array.shape)
+            raise _refused(values, 0)
+        array = np.asarray(values, dtype=object)
         return array.ravel().tolist(), array.shape
     shape: tuple[int, ...] = (len(values),)
+    values = list(values)
     while values and any(isinstance(value, list) for value in values):
         lengths = {len(value) if isinstance(value, list) else -1 for value in values}
         if len(lengths) > 1:
-            what = "a list beside a value" if min(lengths) < 0 else f"lists of {min(lengths)} and of {max(lengths)}"
             raise InvalidValueError(
-                f"values has {what} but must be as regular as a tensor; pad the lists, or hash them one after the other and "
-                "pass offsets"
+                "values has lists of different lengths, or values beside lists, but must be as regular as a tensor; pad the "
+                "lists, or hash them one after the other and pass offsets"
             )
         shape = (*shape, lengths.pop())
         values = list(itertools.chain.from_iterable(values))
     return values, shape
 
 
-def _refused(value: Any, at: int | None, shape: tuple[int, ...]) -> InvalidTypeError:
-    if at is None:
-        what = f"values has dtype {value} but"
-        number = "int" in str(value)
-    else:
-        place = "".join(f"[{int(i)}]" for i in np.unravel_index(at, shape)) if shape else ""
-        what = f"values{place} is {value!r} ({type(value).__name__}) but"
-        number = isinstance(value, (int, np.integer))
-    remedy = (
-        "integers are ids as they are: pass them to the module directly"
-        if number
-        else "replace missing values by a string of your own, and pass others through str()"
-    )
-    return InvalidTypeError(f"{what} {_RULE}; {remedy}")
+def _refused(value: Any, at: int) -> InvalidTypeError:
+    """Return the error for a value, which is the number `at` of all."""
+    remedy = "replace missing values by a string of your own, and pass others through str()"
+    if isinstance(value, (int, np.integer)):
+        remedy = "integers are ids as they are: pass them to the module directly"
+    what = f"value {at} is {value!r} ({type(value).__name__})"
+    return InvalidTypeError(f"{what} but must be str, bytes, or a tuple of them; {remedy}")

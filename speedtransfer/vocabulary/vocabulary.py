@@ -108,11 +108,9 @@ class Vocabulary(Room):
 
     Notes
     -----
-    With `process_group` each id belongs to one of the processes, by a hash, which has rows for its share of `capacity` (and
-    some more, as shares are not quite even). If one has no row for an id, and may take none, the lookup raises in all; ids
-    that others admitted in it stay admitted. In each process the vocabulary is that of its own ids: `len`, ``in``, `ids`,
-    `export`, `rows`, `stats` and `on_evict` know no others. `update` and `forget` take any ids, and all processes must call
-    them. `seed` is that of rank 0. The processes must agree in whether they train, and count their sightings together.
+    With `process_group` each id belongs to one of the processes, which has rows for its share of `capacity`. There `len`,
+    ``in``, `ids`, `export`, `rows`, `stats` and `on_evict` know its own ids alone. `update` and `forget` take any ids, and all
+    processes must call them. `seed` is that of rank 0.
 
     Raises
     ------
@@ -212,10 +210,6 @@ class Vocabulary(Room):
     forget = contents.forget
     changed_since = changed_ids.changed_since
     check_changes = changed_ids.check_changes
-
-    def all_rows_changed(self) -> None:
-        """Note that rows may have changed of which no lookup tells."""
-        self._log.begins = self.clock + 1
 
     # --- saved state --------------------------------------------------------------------------------------------------
 

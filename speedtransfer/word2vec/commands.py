@@ -188,7 +188,9 @@ def train(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.", parser=_folder, metavar="<path>")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder of the run.", parser=_folder, metavar="<path>")
+    ],
     overwrite: _Overwrite = False,
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""

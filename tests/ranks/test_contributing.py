@@ -221,10 +221,6 @@ def average(momentum: float) -> None:
         averager.average_parameters([weight, table.weight] if step % 2 else [{"params": [weight, table.weight]}])
         if step % 2:
             found.append(weight[0, 0].item())
-        if step == 4:
-            saved = averager.state_dict()
-            averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)
-            averager.load_state_dict(saved)
     assert found == pytest.approx(expected(momentum, 8))
     # A table has averages of its own.
     assert table.table.torch().eq(dist.get_rank()).all()

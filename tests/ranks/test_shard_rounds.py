@@ -1,4 +1,7 @@
-"""Lookups in tables of several processes by parts of one tensor of ids: in one exchange, and the numbers of one by one."""
+"""Lookups of several tables of several processes in one exchange: the numbers of lookups that are made one by one.
+
+By parts of one tensor of ids, or by what the arguments of a model's forward have.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,26 @@ KINDS = {
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "comm_dtype": torch.int8},
     "cached": {"cache_rows": 5, "memory": "pageable"},
 }
+# A table for each column; a feature for each, of one table; tables that the forward of the model asks for when it begins.
+FORMS = ("tables", "fused", "asked")
 
 
 class Net(nn.Module):
-    """A table for each column, or, as `fused`, a feature of one; `apart` looks up by copies, which nothing is known of."""
+    """Tables of a form; `apart` looks up by copies, which nothing is known of."""
 
-    def __init__(self, kind: str, apart: bool, fused: bool = False) -> None:
+    def __init__(self, kind: str, apart: bool, form: str = "tables") -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.apart, self.form = apart, form
         options: Any = {"process_group": dist.group.WORLD, **KINDS[kind]}
-        if fused:
+        if form == "fused":
             self.one: Any = st.MultiEmbedding([ROWS] * COLUMNS, DIM, padding_idx=[None, 1, None, 2], **options)
             self.tables = list(self.one.values())
+        elif form == "asked":
+            self.tables = nn.ModuleList(nn.Embedding(ROWS, DIM + number % 2) for number in range(COLUMNS))
+            st.replace_embeddings(self, min_rows=0, **options)
+            if apart:
+                self._forward_pre_hooks.clear()
         else:
             self.tables = nn.ModuleList(
                 st.EmbeddingBag(ROWS, DIM, mode="sum", **options)
@@ -44,29 +55,42 @@ class Net(nn.Module):
                 else st.Embedding(ROWS, DIM, padding_idx=number or None, **options)
                 for number in range(COLUMNS)
             )
-        self.copied, self.bags = {*range(COLUMNS)} if apart else set(), () if fused else (2,)
         self.opt = torch.optim.AdamW(self.parameters(), lr=0.05)
         self.handle = self.tables[0]._handle
 
-    def look_up(self, number: int, ids: torch.Tensor, column: int) -> torch.Tensor:
-        some = ids[:, column : column + 1] if number in self.bags else ids[:, column]
-        return self.tables[number](some.clone() if number in self.copied else some)
+    def arguments(self, ids: torch.Tensor) -> tuple[Any, ...]:
+        """What the forward takes: `ids`, or those of two columns by name, and all others as rows."""
+        return (ids,) if self.form != "asked" else ({"a": ids[:, 0].clone(), "b": ids[:, 1:2].clone()}, [ids.t() + 0])
 
-    def forward(self, ids: torch.Tensor, numbers: Any = range(COLUMNS)) -> torch.Tensor:
-        return sum(self.look_up(number, ids, number).sin().sum() for number in numbers)
+    def look_up(self, number: int, *args: Any) -> torch.Tensor:
+        if self.form == "asked":
+            named, (rest,) = args
+            # The last ones are computed, so that nobody knows of them.
+            ids = named["ab"[number]] if number < 2 else rest[2] if number == 2 else (rest[3] + 1) % ROWS
+        else:
+            ids = args[0][:, 2:3] if self.form == "tables" and number == 2 else args[0][:, number]
+        return self.tables[number](ids.clone() if self.apart else ids)
 
-    def train_on(self, ids: torch.Tensor, numbers: Any = range(COLUMNS)) -> int:
+    def forward(self, *args: Any, numbers: Any = range(COLUMNS), between: Any = None) -> torch.Tensor:
+        total = torch.zeros(())
+        for place, number in enumerate(numbers):
+            total = total + self.look_up(number, *args).sin().sum()
+            if place == 1 and between is not None:
+                between(self)
+        return total
+
+    def train_on(self, *args: Any, **how: Any) -> int:
         """Make a step, and return how many messages it took."""
         traffic = self.handle.owners.exchange.traffic
         before = traffic.calls
         self.opt.zero_grad()
-        self(ids, numbers).backward()
+        self(*args, **how).backward()
         self.opt.step()
         return traffic.calls - before
 
     def rows(self) -> torch.Tensor:
         with torch.no_grad():
-            return torch.stack([table(torch.arange(ROWS)[:, None]).view(ROWS, DIM) for table in self.tables])
+            return torch.cat([table(torch.arange(ROWS)[:, None]).flatten() for table in self.tables])
 
 
 def batch(step: int, size: int = 6) -> torch.Tensor:
@@ -77,16 +101,28 @@ def batch(step: int, size: int = 6) -> torch.Tensor:
 
 def calls_of_steps() -> list[list[int]]:
     """How many messages the steps after the first take, of all forms; `Programs` compares rows."""
-    nets = [Net(kind, apart, fused) for kind in KINDS for fused in (False, True) for apart in (False, True)]
-    return [[net.train_on(batch(step)) for step in range(4)][1:] for net in nets]
+    nets = [Net(kind, apart, form) for kind in KINDS for form in FORMS for apart in (False, True)]
+    return [[net.train_on(*net.arguments(batch(step))) for step in range(4)][1:] for net in nets]
 
 
 def test_fewer_messages(two):
-    # How many ids, ids, rows; who has gradients, and these.
-    assert two(calls_of_steps) == [[[5] * 3, [3 * COLUMNS + 2] * 3] * 2 * len(KINDS)] * 2
+    # How many ids, ids, rows; who has gradients, and these. One table that is asked by computed ids asks by itself.
+    one_by_one = [3 * COLUMNS + 2] * 3
+    wanted = [[5] * 3, one_by_one, [5] * 3, one_by_one, [8] * 3, one_by_one]
+    assert two(calls_of_steps) == [wanted * len(KINDS)] * 2
 
 
 # --- what people do between lookups ---------------------------------------------------------------------------------------
+
+
+def write_between(net: Net) -> None:
+    net.tables[0].weight.data.mul_(0.5)
+    net.tables[2].weight.data.mul_(0.5)
+
+
+def step_between(net: Net) -> None:
+    net.tables[0](torch.arange(3)[:, None]).sum().backward()
+    net.opt.step()
 
 
 class Programs:
@@ -94,62 +130,55 @@ class Programs:
 
     def __init__(self, seed: int) -> None:
         self.random, self.mine = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
-        kind, fused = self.random.choice([*KINDS]), self.random.random() < 0.5
-        self.nets = [Net(kind, apart, fused) for apart in (False, True)]
+        kind, self.form = self.random.choice([*KINDS]), FORMS[seed % len(FORMS)]
+        self.nets = [Net(kind, apart, self.form) for apart in (False, True)]
         self.step = 0
 
     def run(self, length: int) -> None:
         for _ in range(length):
             self.step += 1
-            others = [self.evaluate, self.write, self.between, self.again, self.beyond]
-            self.random.choice([*[self.train] * 3, *others])()
+            self.random.choice([*[self.train] * 5, self.evaluate, self.between, self.again, self.beyond])()
         assert torch.equal(self.nets[0].rows(), self.nets[1].rows())
 
     def ids(self) -> torch.Tensor:
         # One process may have a single sample, or none.
         ids = batch(self.step, self.mine.choice([1, 0, 2, 6]) if self.random.random() < 0.4 else 6)
-        # Or they lie otherwise in its memory.
-        return ids.t().contiguous().t() if self.mine.random() < 0.2 else ids
+        # Or they lie otherwise in its memory; those of a forward may not.
+        return ids.t().contiguous().t() if self.mine.random() < 0.2 and self.form != "asked" else ids
 
     def numbers(self) -> list[int]:
         numbers = list(range(COLUMNS))
         if self.random.random() < 0.3:
             self.random.shuffle(numbers)
-        return numbers[: self.random.choice([COLUMNS, COLUMNS, 2])]
+        return self.random.choice([numbers, numbers, numbers, numbers[:2], [0, 0, 1, 1], [3]])
 
     def train(self) -> None:
+        """Weights change between two lookups, or a step comes between; or one process has an id that there is not."""
         ids, numbers = self.ids(), self.numbers()
+        between = self.random.choice([None, None, None, write_between, step_between])
+        wrong, odd, said = self.random.random() < 0.1, self.random.randrange(2), []
+        if (wrong := wrong and self.form == "asked" and numbers != [3]) and dist.get_rank() == odd:
+            ids = torch.cat([ids, torch.full((1, COLUMNS), ROWS)])
         for net in self.nets:
-            net.train_on(ids, numbers)
+            said.append(told(lambda net=net: net.train_on(*net.arguments(ids), numbers=numbers, between=between)))
+        assert said[0] == said[1], said
+        assert ("RowIndexError" in said[0] or "refused" in said[0]) == wrong, said
 
     def evaluate(self) -> None:
         ids, mode = self.ids(), self.random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        between = self.random.choice([None, write_between])
         with mode():
-            one, two = (net(ids) for net in self.nets)
+            one, two = (net(*net.arguments(ids), between=between) for net in self.nets)
         assert torch.equal(one, two)
-
-    def write(self) -> None:
-        """The weights change between two lookups, or a step comes between."""
-        ids, number, how = self.ids(), self.random.randrange(1, COLUMNS), self.random.choice(["data", "step"])
-        found = []
-        for net in self.nets:
-            before = net.look_up(0, ids, 0).sum()
-            if how == "data":
-                net.tables[0].weight.data.mul_(0.5)
-                net.tables[number].weight.data.mul_(0.5)
-            else:
-                before.backward()
-                net.opt.step()
-            found.append(net.look_up(number, ids, number).detach())
-        assert torch.equal(*found)
 
     def between(self) -> None:
         """The ids change between two lookups, in all processes, or are others, in one."""
-        ids, how = batch(self.step, self.mine.choice([1, 6])), self.random.choice(["torch", "numpy", "others"])
+        # Of one sample in all processes lookups of others later may take these out of step, which is a fault.
+        ids, how = batch(self.step, self.mine.choice([2, 6])), self.random.choice(["torch", "numpy", "others"])
         found = []
         for net in self.nets:
             mine = ids.clone()
-            first = net.look_up(0, mine, 0)
+            first = net.look_up(0, *net.arguments(mine))
             if how == "torch":
                 # Which changes the values of one process alone.
                 mine.clamp_(max=(ROWS, 3)[dist.get_rank()])
@@ -158,7 +187,7 @@ class Programs:
                 mine.numpy().fill(3)
             else:
                 mine = mine.clone().fill_(3) if dist.get_rank() else mine.clone()
-            found.append(first.sum() + net.look_up(1, mine, 1).sum())
+            found.append(first.sum() + net.look_up(1, *net.arguments(mine)).sum())
             found[-1].backward()
             net.opt.step()
         assert torch.equal(*found)
@@ -168,8 +197,9 @@ class Programs:
         ids, reentrant = self.ids(), self.random.random() < 0.5
         for net in self.nets:
             net.opt.zero_grad()
-            scale = torch.ones(1, requires_grad=True)
-            checkpoint(lambda scale, net=net: net(ids) * scale, scale, use_reentrant=reentrant).sum().backward()
+            scale, given = torch.ones(1, requires_grad=True), net.arguments(ids)
+            part = functools.partial(lambda net, given, scale: net(*given) * scale, net, given)
+            checkpoint(part, scale, use_reentrant=reentrant).sum().backward()
             net.opt.step()
 
     def beyond(self) -> None:
@@ -177,33 +207,34 @@ class Programs:
         ids = batch(self.step)
         ids[1, 2] = ROWS
         for net in self.nets:
-            first = net.look_up(0, ids, 0)
-            net.look_up(1, ids, 1)
-            assert "RowIndexError" in told(lambda net=net: net.look_up(2, ids, 2)), self.step
+            given = net.arguments(ids)
+            first = net.look_up(0, *given)
+            net.look_up(1, *given)
+            assert "RowIndexError" in told(lambda net=net, given=given: net.look_up(2, *given)), self.step
             first.sum().backward()
             net.opt.step()
 
 
-def run_programs(seeds: Iterable[int], length: int) -> None:
+def run_programs(seeds: Iterable[int]) -> None:
     for seed in seeds:
-        Programs(seed).run(length)
+        Programs(seed).run(14)
 
 
 def test_some_programs(two):
-    two(run_programs, range(2), 14)
+    two(run_programs, range(3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(3, 57, 6))
+@pytest.mark.parametrize("first", range(3, 117, 6))
 def test_programs(two, first):
-    two(run_programs, range(first, first + 6), 14, limit=300, timeout=120)
+    two(run_programs, range(first, first + 6), limit=300, timeout=120)
 
 
 def look_up_on_one_rank() -> str:
     net = Net("lazy", False)
     for step in range(2):
         net.train_on(batch(step))
-    loss = net(batch(2)) + net(batch(3), range(COLUMNS - dist.get_rank()))
+    loss = net(batch(2)) + net(batch(3), numbers=range(COLUMNS - dist.get_rank()))
     return told(loss.backward)
 
 
@@ -212,108 +243,3 @@ def test_rows_that_one_process_does_not_take_are_an_error(two):
         assert said.startswith("DifferenceError: the processes differ where one brings gradients")
         assert re.search("3.weight after 2 steps, .* and 4 lookups", said)
         assert re.search("3.weight after 2 steps, .* and 3 lookups", said)
-
-
-# --- models whose forward asks for all tables when it begins --------------------------------------------------------------
-
-
-class Model(nn.Module):
-    """Tables of two widths, which `batch` has ids for by name, and `rest` as rows; one is looked up by other ids."""
-
-    def __init__(self, apart: bool, kind: str = "lazy") -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.tables = nn.ModuleDict({name: nn.Embedding(ROWS, 2 + number % 2) for number, name in enumerate("abcdef")})
-        st.replace_embeddings(self, min_rows=0, process_group=dist.group.WORLD, **KINDS[kind])
-        self.apart = apart
-        if apart:
-            self._forward_pre_hooks.clear()
-        self.opt = torch.optim.AdamW(self.parameters(), lr=0.05)
-        self.between: Any = None
-
-    def forward(self, batch: dict[str, torch.Tensor], rest: torch.Tensor, order: str = "abcdef") -> torch.Tensor:
-        total = torch.zeros(())
-        for number, name in enumerate(order):
-            ids = rest["ef".index(name)] if name in "ef" else batch[name]
-            if name == "d":
-                ids = (ids + 1) % ROWS
-            total = total + self.tables[name](ids.clone() if self.apart else ids).sin().sum()
-            if number == 1 and self.between is not None:
-                self.between(self)
-        return total
-
-
-def model_batch(step: int, size: int = 6) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    batch = {name: torch.randint(0, ROWS, (size, 1 + number), generator=draw) for number, name in enumerate("abcd")}
-    return batch, torch.randint(0, ROWS, (2, size), generator=draw)
-
-
-def train_model(model: Model, *args: Any, **options: Any) -> int:
-    traffic = model.tables["a"]._handle.owners.exchange.traffic
-    before = traffic.calls
-    model.opt.zero_grad()
-    model(*args, **options).backward()
-    model.opt.step()
-    return traffic.calls - before
-
-
-def same_rows(models: list[Model]) -> bool:
-    with torch.no_grad():
-        found = [[table(torch.arange(ROWS)) for table in model.tables.values()] for model in models]
-    return all(map(torch.equal, *found))
-
-
-def calls_of_model() -> list[list[int]]:
-    models = [Model(apart) for apart in (False, True)]
-    return [[train_model(model, *model_batch(step)) for step in range(3)][1:] for model in models]
-
-
-def test_a_model_asks_for_all_that_its_arguments_have(two):
-    # How many ids, ids, rows; d by itself; who has gradients, and these.
-    assert two(calls_of_model) == [[[8, 8], [20, 20]]] * 2
-
-
-def write_between(model: Model) -> None:
-    model.tables["c"].weight.data.mul_(0.5)
-
-
-def step_between(model: Model) -> None:
-    model.tables["a"](torch.arange(3)).sum().backward()
-    model.opt.step()
-
-
-def run_models(seeds: Iterable[int], length: int) -> None:
-    for seed in seeds:
-        rng, mine = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
-        kind = rng.choice([*KINDS])
-        models = [Model(apart, kind) for apart in (False, True)]
-        for step in range(length):
-            size = mine.choice([0, 1, 3]) if rng.random() < 0.3 else 6
-            order = rng.choice(["abcdef", "abcdef", "abcdef", "fedcba", "dabc", "ab", "abcadef", "aabb", "d"])
-            between = rng.choice([None, None, None, write_between, step_between])
-            evaluates, beyond, hollow, one = *(rng.random() < part for part in (0.2, 0.1, 0.2)), rng.randrange(2)
-            said = []
-            for model in models:
-                given = model_batch(step, size)
-                if beyond and dist.get_rank() == one:
-                    given[0]["b"] = torch.full((2, 2), ROWS)
-                if hollow and dist.get_rank() == one:
-                    given[0]["c"] = given[0]["c"][:0]
-                model.between = None if evaluates and between is step_between else between
-                with torch.set_grad_enabled(not evaluates):
-                    use = model if evaluates else functools.partial(train_model, model)
-                    said.append(told(functools.partial(use, *given, order=order)))
-            assert said[0] == said[1]
-            assert ("RowIndexError" in said[0] or "refused" in said[0]) == (beyond and "b" in order), said
-        assert same_rows(models)
-
-
-def test_some_models(two):
-    two(run_models, range(1), 14)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(2, 62, 6))
-def test_models(two, first):
-    two(run_models, range(first, first + 6), 14)

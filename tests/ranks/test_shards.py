@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from optimizer_cases import BASE, case_named
+from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -110,25 +109,6 @@ def test_numbers_of_one_process(pool, world, kind, name):
         assert error < 1e-10
         assert torch.equal(rows, found[0][1])
         assert torch.equal(dense, found[0][2])
-
-
-def each_optimizer() -> list[str]:
-    """The optimizers whose numbers are not those of one process, within the rounding of sums in another order."""
-    wrong = []
-    for case in BASE:
-        for idle in ("lazy", "auto"):
-            with warnings.catch_warnings():
-                # Of optimizers without a rule for idle rows.
-                warnings.simplefilter("ignore")
-                error = compare("sharded", case.name, idle=idle, steps=6)[0]
-            if not error < 1e-8:
-                wrong.append(f"{case.name} {idle}: {error:.1e} of the move")
-    return wrong
-
-
-@pytest.mark.slow
-def test_every_optimizer(two):
-    assert two(each_optimizer, limit=300) == [[], []]
 
 
 # --- small forms of rows, state and messages --------------------------------------------------------------------------------
