@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,7 @@ from speedtransfer.nn.patches import install
 from speedtransfer.once import once
 from speedtransfer.optim import Handle, Rows, Sharded, SharedOwners, VocabularyIds
 from speedtransfer.ranks import Exchange, Interleaved, Partition, as_int64, exchange_of
-from speedtransfer.tables import Table
+from speedtransfer.tables import Table, row_chunks
 
 
 def make_handle(
@@ -93,22 +94,30 @@ def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handl
     rows = _in_all(exchange, new.check, new.make)
     # The seeds of processes may differ: those of rank 0 are used.
     seeds = [rows.seed] if vocabulary is None else [rows.seed, vocabulary.seed]
-    seeds = exchange.agree("makes a table", [as_int64(seed) for seed in seeds])[0].tolist()
+    told = exchange.agree("makes a table", [*map(as_int64, seeds), 0 if weight is None else _sign(weight)])
+    seeds, is_same = told[0].tolist(), bool((told[:, -1] == told[0, -1]).all())
     rows.load_state_dict({"seed": seeds[0]})
     handle = Handle(rows.table, requires_grad, options["idle"], rows)
     kind = SharedOwners if options["memory"] == "shared" else Sharded
     if vocabulary is None:
         handle.owners = kind(handle, exchange, Partition(new.shape[0], exchange.ranks), options["comm_dtype"])
         if weight is not None:
-            handle.load(weight)
+            for part in [slice(None)] if is_same else row_chunks(len(weight), weight[:1].nbytes):
+                handle.load(weight[part] if is_same else exchange.from_first(weight[part]), part.start or 0)
         return handle
     vocabulary.seed = seeds[1]
     partition = Interleaved([rows.table.num_rows] * exchange.ranks)
     handle.owners = kind(handle, exchange, partition, options["comm_dtype"])
     ids = VocabularyIds(handle, vocabulary, new.padding_idx)
     if weight is not None:
-        ids.load_saved({}, len(weight), weight)
+        ids.load_saved({}, len(weight), weight if is_same else exchange.from_first(weight))
     return handle
+
+
+def _sign(weight: Tensor) -> int:
+    """Return a number that differs where some rows of a weight do, as where only rank 0 has loaded a model."""
+    some = weight.detach()[torch.linspace(0, max(len(weight) - 1, 0), min(len(weight), 64), device="cpu").long()]
+    return zlib.crc32(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _in_all(exchange: Exchange, check: Callable[[], str], make: Callable[[], Rows]) -> Rows:

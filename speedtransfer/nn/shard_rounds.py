@@ -102,7 +102,8 @@ class _Round:
             if came.asked is not None:
                 self.asked.setdefault(memory, []).append(came.asked)
             return came.ticket
-        place = Place.of(ids, first)
+        # Those of one example lie like a row and like a column: of two they would lie elsewhere.
+        place = None if ids.shape[0] == 1 else Place.of(ids, first)
         if place is None:
             return ids
         self.asked.setdefault(memory, []).append(_Asked(reference, place))
@@ -145,17 +146,21 @@ def _number(asked: Iterable[_Asked | _Argument]) -> int:
 
 
 class _Argument(NamedTuple):
-    """A module that has looked up by a part of an argument of the model that it is in: of one row of it, if `in_row`."""
+    """A module that has looked up by a part of an argument of the model that it is in: of one row of it, if `in_row`.
+
+    `strides` are those of the argument; None: it was contiguous.
+    """
 
     module: weakref.ref[Any]
     name: str
     in_row: bool
     place: Place
+    strides: tuple[int, ...] | None
 
     def ids_in(self, arguments: dict[str, Tensor]) -> Tensor | None:
         """Return the ids that the module is expected to look up, if they are there."""
         found = arguments.get(self.name)
-        if found is None or not found.dim() or not found.shape[0]:
+        if found is None or not found.dim() or not found.shape[0] or _strides(found) != self.strides:
             return None
         return self.place.beside(found[0] if self.in_row else found)
 
@@ -212,10 +217,17 @@ class _Forwards:
             return
         argument = self._arguments[name]
         in_row = argument.shape[0] != ids.shape[0]
-        place = None if in_row and argument.dim() < 2 else Place.of(ids, argument[0] if in_row else argument)
+        # In a square of ids, or of one example, a row lies like a column.
+        is_either = ids.shape[0] == 1 or (not in_row and argument.dim() > 1 and argument.shape[1:] == ids.shape)
+        of_rows = in_row and argument.dim() < 2
+        place = None if is_either or of_rows else Place.of(ids, argument[0] if in_row else argument)
         if place is not None:
-            found = _Argument(reference, name, in_row, place)
+            found = _Argument(reference, name, in_row, place, _strides(argument))
             self._asked.setdefault(exchange, {}).setdefault(reference, found)
+
+
+def _strides(ids: Tensor) -> tuple[int, ...] | None:
+    return None if ids.is_contiguous() else ids.stride()
 
 
 def watch(model: nn.Module) -> None:

@@ -188,23 +188,29 @@ def test_as_torch(two, options):
 # --- what the processes have to share ---------------------------------------------------------------------------------------
 
 
-def refused(kind: str) -> dict[str, str]:
-    found, rank, group = {}, dist.get_rank(), {"process_group": dist.group.WORLD}
-    emb = table(kind)
-    if rank == 0 or kind == "shared":
+def loaded_by_rank_0() -> str:
+    emb = table("sharded")
+    if dist.get_rank() == 0:
         emb.load_state_dict({"weight": torch.full((ROWS, DIM), 2.0)})
-    if kind == "sharded":
-        found["loaded by rank 0"] = told(lambda: emb(ids()))
-    values = torch.full((ROWS, DIM), float(rank))
-    memory = {"memory": "shared"} if kind == "shared" else {}
-    found["rows of each rank"] = told(lambda: st.Embedding.from_pretrained(values, **group, **memory))
-    return found
+    return told(lambda: emb(ids()))
 
 
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_rows_that_processes_do_not_have_in_common(two, kind):
-    for found in two(refused, kind):
-        assert all("the processes differ" in each for each in found.values()), found
+def test_rows_that_one_process_has_loaded(two):
+    assert all("the processes differ" in each for each in two(loaded_by_rank_0))
+
+
+def given(kind: str) -> float:
+    values = torch.arange(ROWS * DIM).view(ROWS, DIM) * 2.0 ** dist.get_rank()
+    options: dict[str, Any] = {"memory": "shared"} if kind == "shared" else {}
+    if kind == "vocabulary":
+        options["vocabulary"] = st.Vocabulary()
+    made = st.Embedding.from_pretrained(values, process_group="world", **options)
+    return float((made(ids()) - (torch.arange(ROWS * DIM).view(ROWS, DIM))[ids()]).abs().max())
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
+def test_rows_that_are_given_are_those_of_rank_0(two, kind):
+    assert two(given, kind) == [0, 0]
 
 
 def hybrid() -> str:

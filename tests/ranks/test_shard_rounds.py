@@ -143,8 +143,8 @@ class Programs:
     def ids(self) -> torch.Tensor:
         # One process may have a single sample, or none.
         ids = batch(self.step, self.mine.choice([1, 0, 2, 6]) if self.random.random() < 0.4 else 6)
-        # Or they lie otherwise in its memory; those of a forward may not.
-        return ids.t().contiguous().t() if self.mine.random() < 0.2 and self.form != "asked" else ids
+        # Or they lie otherwise in its memory.
+        return ids.t().contiguous().t() if self.mine.random() < 0.2 else ids
 
     def numbers(self) -> list[int]:
         numbers = list(range(COLUMNS))
@@ -173,8 +173,7 @@ class Programs:
 
     def between(self) -> None:
         """The ids change between two lookups, in all processes, or are others, in one."""
-        # Of one sample in all processes lookups of others later may take these out of step, which is a fault.
-        ids, how = batch(self.step, self.mine.choice([2, 6])), self.random.choice(["torch", "numpy", "others"])
+        ids, how = batch(self.step, self.mine.choice([1, 6])), self.random.choice(["torch", "numpy", "others"])
         found = []
         for net in self.nets:
             mine = ids.clone()
