@@ -12,7 +12,7 @@ import torch
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
 from speedtorch_cases import KINDS, batch, train
-from third_party import Factored
+from third_party import Lamb
 from torch import nn
 
 import speedtransfer as st
@@ -332,7 +332,7 @@ ModelFactory(model.table, 5, "4") -> InvalidTypeError: embed_dimension is '4'
 OptimizerFactory(adam, 5, 4, model, "tabel") -> InvalidValueError: did you mean 'table'
 OptimizerFactory(adam, 5, 4, OneVariable(), "table") -> InvalidValueError: does not train
 OptimizerFactory(model, 5, 4, model, "table") -> InvalidTypeError: is a OneVariable but
-OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table") -> OptimizerError: not row by row
+OptimizerFactory(Lamb(model.parameters(), lr=0.1), 5, 4, model, "table") -> OptimizerError: not row by row
 PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit() -> InvalidValueError: deviceType is 'gpu'
 PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit() -> InvalidValueError: pass deviceType='cpu'
 COM(-1) -> InvalidValueError: total_classes is -1
@@ -342,7 +342,7 @@ COM(-1) -> InvalidValueError: total_classes is -1
 @pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
 def test_bad_arguments(refusal):
     model = OneVariable()
-    names = {"st": st, "nn": nn, "OneVariable": OneVariable, "Factored": Factored, "model": model}
+    names = {"st": st, "nn": nn, "OneVariable": OneVariable, "Lamb": Lamb, "model": model}
     check_refused(refusal, adam=torch.optim.Adam(model.parameters()), **names, **vars(SpeedTorch))
 
 
