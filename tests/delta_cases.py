@@ -52,15 +52,14 @@ VOCABULARIES = [name for name in CASES if "vocabulary" in name]
 
 
 class Net(nn.Module):
-    """A table of options, without a vocabulary in two places, one that grows, one of several features, and the rest."""
+    """A table of options, in two places, one that grows, one of several features, and the rest."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
         super().__init__()
         by_id = "vocabulary" in options
         self.emb = st.Embedding(8 if by_id else ROWS, DIM, **options)
-        if not by_id:
-            self.again = self.emb
+        self.again = self.emb
         table = st.Table(10, DIM, memory="pageable", max_rows=200).normal_()
         self.more = st.Embedding.from_pretrained(table, freeze=False, idle="lazy")
         known = {"vocabulary": st.Vocabulary(max_capacity=200, seed=2)} if by_id else {}

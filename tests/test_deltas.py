@@ -59,8 +59,10 @@ def test_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
     one.net(torch.arange(20))
     one.save_delta(path, mark)
     small, no_ids, padded = world("vocabulary"), world("vocabulary"), world("vocabulary counts")
-    small.net.emb = st.Embedding(5, DIM, vocabulary=st.Vocabulary(max_capacity=16, evict="lru", seed=1), idle="lazy")
-    no_ids.net.emb = st.Embedding(5, DIM, idle="lazy")
+    small.net.emb = small.net.again = st.Embedding(
+        5, DIM, vocabulary=st.Vocabulary(max_capacity=16, evict="lru", seed=1), idle="lazy"
+    )
+    no_ids.net.emb = no_ids.net.again = st.Embedding(5, DIM, idle="lazy")
     for other, words in [(no_ids, "has no vocabulary in the model"), (padded, "padding_idx"), (small, "need rows")]:
         before = other.mark().fingerprints
         with pytest.raises((InvalidValueError, HostMemoryError), match=words):

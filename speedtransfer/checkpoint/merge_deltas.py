@@ -159,9 +159,8 @@ def _plans(
     plans = {role: TensorPlan() for role in (*manifest.ROLES, *(f"rows-{rank}" for rank in range(last.processes)))}
     by_row = {name: (table, plane) for table in tables.values() for plane, name in table.facts.planes.items()}
     own: dict[str, dict[str, Any]] = {f"rows-{rank}": {"rows": {}} for rank in range(last.processes)}
-    _add_ids(content["model"], plans["model"], tables)
+    done = {f"model/{name}" for name in _add_ids(content["model"], plans["model"], tables)}
     set_num_rows(content, {name: table.count for name, (table, _) in by_row.items() if isinstance(table, MergedIds)})
-    done = {f"model/{n}" for table in tables.values() if isinstance(table, MergedIds) for n in table.state}
     for role, section in (("model", content["model"]), ("optimizer", content["optimizers"])):
         for node in find_rows(section):
             for part, path in node["parts"].items():
@@ -184,12 +183,19 @@ def _plans(
     return plans, content, own
 
 
-def _add_ids(model: dict[str, Any], plan: TensorPlan, tables: Mapping[str, MergedTable]) -> None:
-    """Have what the manifest says of a model, and a plan, hold which ids the rows of a table have."""
+def _add_ids(model: dict[str, Any], plan: TensorPlan, tables: Mapping[str, MergedTable]) -> set[str]:
+    """Have what the manifest says of a model, and a plan, hold which ids the rows of a table have; return their keys."""
     entries: dict[str, Any] = {}
+    found: set[str] = set()
     for key, entry in model["entries"].items():
         entries.setdefault(key, entry)
-        table = tables.get(key)
+        # A module in two places has them in both.
+        first = entry["v"] if isinstance(entry, dict) and entry.get("$") == "same" else key
+        table = tables.get(first)
         if isinstance(table, MergedIds):
-            entries |= {name: encode(value, name, plan.keep) for name, value in table.state.items()}
+            start, other = key.removesuffix("weight"), first.removesuffix("weight")
+            state = {start + name.removeprefix(other): value for name, value in table.state.items()}
+            entries |= {name: encode(value, name, plan.keep) for name, value in state.items()}
+            found |= state.keys()
     model["entries"] = entries
+    return found
