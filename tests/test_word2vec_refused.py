@@ -41,6 +41,7 @@ Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; 
 Settings(options={"fused": True, "foreach": True}) -> InvalidValueError: AdamW does not take .*cannot be `True`
 Settings(optimizer="sgd", options={"nesterov": "no"}) -> InvalidValueError: option nesterov of SGD is the text 'no'
 train("not read", evaluate_every=-3) -> InvalidValueError: evaluate_every is -3 but must be above 0
+train("not read", vector_size=100) -> TypeError: argument 'vector_size'; gensim's 'vector_size' is 'dim' here
 train("not read", epoch=3) -> TypeError: 'epoch'.*did you mean 'epochs'
 train("not read", checkpoint=3) -> InvalidTypeError: checkpoint is 3 \(int\) but must be the path
 train("not read", resume=True) -> InvalidValueError: need a checkpoint, the folder; pass checkpoint

@@ -257,9 +257,14 @@ def check_setting(name: str, value: Any) -> Any:
     return check(value, name)
 
 
+# What gensim's Word2Vec calls settings that are here too.
+_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
+
+
 def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -> Settings:
     """Return the settings `given` to what takes `names`, and `more`; raise InvalidTypeError for one not in `names`."""
     for name in given:
         if name not in names:
-            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{suggest(name, names)}")
+            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
+            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
     return Settings(**given, **more)
