@@ -206,9 +206,12 @@ def test_what_a_gpu_is_asked_runs_small(suites):
     gpu, found = suites["gpu"].module, {}
     for group in gpu.groups(CPU, True):
         found.setdefault(group.params["experiment"], []).append(measure(group, CPU))
-    assert list(found) == ["step", "fbgemm", "host", "words", "profile"]
+    assert list(found) == ["step", "fbgemm", "both_ways", "few_blocks", "host", "words", "profile", "pages"]
     for name, result in ((name, result) for name, results in found.items() for result in results):
         assert not [case.error for case in result.cases if case.error]
+        if name in gpu.NEED_CUDA:
+            assert (result.skipped, result.cases) == ("needs CUDA", [])
+            continue
         assert all(value > 0 for case in result.cases for value in case.figures.values() if name != "profile")
         assert len(result.ran) > 1
     names = [*(", ".join(way) for way in gpu.WAYS), "nn.Embedding, SGD", "nn.Embedding, AdamW"]

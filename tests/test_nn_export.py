@@ -13,6 +13,7 @@ from cases import take_step
 from torch import nn
 
 import speedtransfer
+import speedtransfer as st
 from speedtransfer import to_dense
 from speedtransfer.errors import HostMemoryError, InvalidTypeError
 
@@ -176,3 +177,12 @@ def test_what_does_not_fit(monkeypatch) -> None:
         to_dense(model)
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(4 * 20 * 4 * 4))
     assert type(to_dense(model).words) is nn.Embedding
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_dense_copy_of_a_subclass_can_be_traced() -> None:
+    class Mine(st.Embedding):
+        pass
+
+    dense, ids = st.to_dense(Mine(12, 4)), torch.tensor([1, 2])
+    assert torch.equal(torch.jit.trace(dense, ids)(ids), dense(ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from cases import COPIES, take_step
 from torch import Tensor, nn
 
 import speedtransfer
-from speedtransfer.errors import InvalidValueError
+import speedtransfer as st
+from speedtransfer.errors import HostMemoryError, InvalidValueError
 
 replace_embeddings = functools.partial(speedtransfer.replace_embeddings, min_rows=0)
 
@@ -168,10 +170,20 @@ def test_embeddings_by_bytes() -> None:
     assert replace_embeddings(waiting, min_bytes=25_600) == [""]
 
 
-def test_a_failure_half_way_leaves_the_model_whole(tmp_path: Any) -> None:
+def test_a_failure_half_way_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.ModuleDict({"a": nn.Embedding(9, 3), "b": nn.Embedding(9, 3)})
-    with pytest.raises(OSError, match="exists"):
-        replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
+    module = sys.modules["speedtransfer.nn.replace"]
+    make, made = module.make_handle, list[Any]()
+
+    def no_second(*args: Any) -> Any:
+        if made:
+            raise HostMemoryError("no room")
+        made.append(make(*args))
+        return made[0]
+
+    monkeypatch.setattr(module, "make_handle", no_second)
+    with pytest.raises(HostMemoryError):
+        replace_embeddings(model)
     assert type(model["a"]) is type(model["b"]) is nn.Embedding
 
 
@@ -219,3 +231,58 @@ def test_rows_in_another_order_cannot_take_it() -> None:
     replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
     with pytest.raises(InvalidValueError, match=r"0\.weight is used by its node .* a forward before it got its table"):
         loss.backward()
+
+
+# --- what one table in the place of several would lose --------------------------------------------------------------------
+
+
+def hook_the_weight(tables: Any) -> None:
+    tables[0].weight.register_hook(lambda grad: grad * 3)
+
+
+def hook_after_the_gradient(tables: Any) -> None:
+    tables[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def look_up_otherwise(tables: Any) -> None:
+    tables[0].forward = lambda ids: tables[1](ids) * 2
+
+
+def mark_the_weight(tables: Any) -> None:
+    tables[1].weight.decays = False
+
+
+def keep_a_buffer(tables: Any) -> None:
+    tables[1].register_buffer("scale", torch.ones(1))
+
+
+def keep_a_parameter(tables: Any) -> None:
+    tables.register_parameter("scale", nn.Parameter(torch.ones(1)))
+
+
+CHANGES = [
+    hook_the_weight,
+    hook_after_the_gradient,
+    look_up_otherwise,
+    mark_the_weight,
+    keep_a_buffer,
+    keep_a_parameter,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_tables_with_something_of_their_own_stay_apart(change: Any) -> None:
+    model = nn.ModuleDict({"tables": nn.ModuleList(nn.Embedding(20, 4) for _ in range(2))})
+    change(model["tables"])
+    before = set(model.state_dict())
+    report = st.replace_embeddings(model, min_rows=0, fuse=True)
+    assert list(report) == ["tables.0", "tables.1"]
+    assert "apart from the others" in str(report)
+    assert set(model.state_dict()) == before
+
+
+def test_a_path_is_that_of_one_table(tmp_path: Any) -> None:
+    model = nn.ModuleList(nn.Embedding(20, 4) for _ in range(2))
+    with pytest.raises(InvalidValueError, match="the file of one table, but there are 2"):
+        st.replace_embeddings(model, min_rows=0, memory="mmap", path=tmp_path / "rows.npy")
+    assert not list(tmp_path.iterdir())

@@ -121,6 +121,13 @@ def test_lossless_first_then_smaller_then_files():
     assert "nothing fits; the smallest" in str(nothing)
 
 
+def test_what_is_not_trained_has_no_gradient_and_no_state():
+    model = nn.ModuleDict({"a": nn.Embedding(1000, 8), "b": nn.Embedding(1000, 8), "head": nn.Linear(8, 100)})
+    trained, frozen = (st.plan(model.requires_grad_(trains), "AdamW", machine="h200") for trains in (True, False))
+    assert frozen.dense_bytes * 4 == trained.dense_bytes
+    assert frozen.bytes[next(iter(frozen.bytes))].state == 0
+
+
 def test_sizes_that_are_given_instead():
     plan = st.plan((1000, 8), machine=gpu(), host_memory="1kB", disk="2 TB")
     assert (plan.machine.host_bytes, plan.machine.disk_bytes) == (1000, 2e12)
@@ -231,6 +238,7 @@ plan((10, 8), unique=2.0) -> InvalidValueError: must be above 0 and at most the 
 plan([(10, 8), (10, 8)], unique=1.0) -> InvalidValueError: unique is 1.0 for 2 tables; pass a dict
 plan([]) -> InvalidValueError: sizes are empty
 plan(nn.Linear(2, 2)) -> InvalidValueError: the model, a Linear, has no nn.Embedding
+plan(nn.Embedding(9, 4).double()) -> InvalidTypeError: the weight of 'Embedding' is torch.float64, but plans are of rows
 plan(3) -> InvalidTypeError: sizes are 3 but must be
 plan((10, 8), hosts=4) -> InvalidValueError: hosts is given without link; pass both
 plan((10, 8), hosts=1, link="IB") -> InvalidValueError: hosts is 1 but must be at least 2

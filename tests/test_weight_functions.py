@@ -333,3 +333,18 @@ def test_a_head_over_the_memory_of_a_table_in_one_step(by_data: bool) -> None:
     torch.optim.SGD(head.parameters(), lr=1.0).step()
     torch.optim.SGD(emb.parameters(), lr=1.0).step()
     assert torch.equal(emb.weight, before - 1 - (torch.arange(4) == 1)[:, None].float())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gradient_that_lies_in_columns(fused: bool) -> None:
+    """As torch does, it is made to lie like the weight: fused kernels read rows one after the other."""
+    found = []
+    for library in (nn, st):
+        torch.manual_seed(0)
+        made, query = library.Embedding(40, 6), torch.linspace(-1, 2, 18).view(3, 6)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=0.05, fused=fused)
+        torch.einsum("qd,nd->qn", query, made.weight).square().sum().backward()
+        assert made.weight.grad.is_contiguous()
+        optimizer.step()
+        found.append(made.weight.detach().clone())
+    torch.testing.assert_close(*found)

@@ -122,7 +122,7 @@ emb.table.torch()[row].fill_(1)
 emb.table.numpy()[row] = 1
 if emb._handle.aliased: emb.weight.detach().numpy()[row] = 2
 [values[row].mul_(0.5) for values in state if type(values) is PlaneView]
-[values.numpy().__setitem__(row, 0.5) for values in state if type(values) is PlaneView]
+[values.numpy().__setitem__(row, 0.5) for values in state if type(values) is PlaneView and values.dtype != torch.bfloat16]
 emb.table.fill_(0.5)
 torch.manual_seed(row); emb.reset_parameters()
 """.strip().splitlines()

@@ -134,8 +134,20 @@ class BagModules(FeatureModules):
     def _weighed(self, bags: Bags, given: Any) -> Bags:
         """Return `bags` with weights `given` by feature, or in columns; those of other features are 1."""
         given = self._columns(given, "per_sample_weights") if isinstance(given, Tensor) else given
-        flat = {name: flat_weights(part) for name, part in self._by_feature(given, "per_sample_weights").items()}
+        parts = {name: part for name, part in self._by_feature(given, "per_sample_weights").items() if part is not None}
+        flat = {name: flat_weights(part) for name, part in parts.items()}
         for name, part in flat.items():
+            whole = parts[name]
+            if (
+                isinstance(whole, Tensor)
+                and not whole.is_nested
+                and whole.dim() > 1
+                and len(whole) != bags.counts[name]
+            ):
+                raise InvalidValueError(
+                    f"feature {name!r} has weights of shape {tuple(whole.shape)} but {bags.counts[name]} bags; pass a weight "
+                    "for each id, in the shape of the ids"
+                )
             if self.modes[name] != "sum":
                 raise InvalidValueError(
                     f"feature {name!r} has weights but its mode is {self.modes[name]!r}; weights go with mode 'sum'"

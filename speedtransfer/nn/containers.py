@@ -31,6 +31,8 @@ class Container:
 
     def problem(self, options: TableOptions, users: dict[int, set[str]]) -> str | None:
         """Return why its tables cannot be one; `users`: the modules that have each parameter."""
+        if own := _own(self.module):
+            return f"the container has {own}"
         return why_apart(MultiEmbedding, self.tables, options, users)
 
     def make(self, options: Any) -> None:
@@ -70,8 +72,12 @@ def why_apart(ours: Any, tables: dict[str, Any], options: TableOptions, users: d
         return "each has a vocabulary"
     for name, table in tables.items():
         weight = table._parameters.get("weight")
-        if any(value for key, value in vars(table).items() if key.endswith("_hooks")):
-            return f"{name!r} has hooks"
+        if own := _own(table):
+            return f"{name!r} has {own}"
+        if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+            return f"the weight of {name!r} has hooks"
+        if weight is not None and vars(weight):
+            return f"the weight of {name!r} has attributes of its own ({', '.join(vars(weight))})"
         if weight is not None and (weight.is_meta or weight.grad is not None or len(users[id(weight)]) > 1):
             return f"the weight of {name!r} is on the meta device, has a gradient, or is shared"
     try:
@@ -79,6 +85,16 @@ def why_apart(ours: Any, tables: dict[str, Any], options: TableOptions, users: d
     except SpeedtransferError as error:
         return str(error)
     return None
+
+
+def _own(module: nn.Module) -> str | None:
+    """Return what a module has that others of its class have not, and that one table in its place would lose."""
+    if any(value for key, value in vars(module).items() if key.endswith("_hooks")):
+        return "hooks"
+    if module._buffers or module._parameters.keys() - {"weight"}:
+        return "parameters or buffers of its own"
+    others = vars(module).keys() - vars(nn.Module()).keys() - set(getattr(module, "__constants__", ()))
+    return f"attributes of its own ({', '.join(sorted(others))})" if others else None
 
 
 def about(tables: dict[str, Any]) -> str:

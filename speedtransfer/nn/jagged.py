@@ -52,7 +52,7 @@ class Bags(NamedTuple):
     @staticmethod
     def of(parts: dict[str, Part]) -> Bags:
         """Return those of some features, without weights."""
-        given = [part.values for part in parts.values()]
+        given = [_integers(name, part.values) for name, part in parts.items()]
         lengths = {name: len(part.values) for name, part in parts.items()}
         starts = itertools.accumulate(lengths.values(), initial=0)
         begins = [part.begins + start for part, start in zip(parts.values(), starts, strict=False)]
@@ -151,6 +151,13 @@ def _tensor(name: str, given: Any) -> Tensor:
             f"the ids of feature {name!r} are a {type(given).__name__} that is no tensor ({error}); pass bags of different "
             "lengths as (values, offsets) or as a nested tensor, and their weights as per_sample_weights="
         ) from None
+
+
+def _integers(name: str, ids: Tensor) -> Tensor:
+    """Return ids in a dtype that those of all features can have; booleans, which would be 0 and 1 there, are refused."""
+    if ids.dtype == torch.bool:
+        raise InvalidTypeError(f"the ids of feature {name!r} are torch.bool but must be integers; pass ids, not a mask")
+    return ids.long() if ids.dtype in (torch.uint16, torch.uint32, torch.uint64) else ids
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -203,7 +203,8 @@ class MultiEmbedding(FeatureModules, TableModule):
     def _traits(cls, name: str, module: Any) -> dict[str, Any]:
         """Return what the modules of one table have in common; raise unless `module` is one that can be replaced."""
         of, ours = cls._replaces
-        if not isinstance(module, of) or type(module).forward not in (of.forward, ours.forward):
+        is_own = "forward" in vars(module) or type(module).forward not in (of.forward, ours.forward)
+        if not isinstance(module, of) or is_own:
             raise InvalidTypeError(
                 f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a {cls.__name__} of "
                 f"nn.{of.__name__} modules, and give others tables of their own (replace_embeddings)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -143,6 +144,12 @@ def replace_embeddings(
             report.left[name] = f"it {problem}"
         else:
             found[name] = module
+    count = len({id(it.weight) for it in found.values()}) + len({id(each) for each in groups.values()})
+    if options["path"] is not None and count > 1:
+        raise InvalidValueError(
+            f"path is {os.fspath(options['path'])!r}, the file of one table, but there are {count} to be made; choose one by "
+            "names, or call this for each"
+        )
     # All tables are made, one for each weight, before the first module is changed: an error leaves the model as it was.
     handles: dict[int, Handle] = {}
     for name, module in found.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -54,8 +54,17 @@ def dense_class(cls: Any) -> Any:
     theirs = _DENSE[ours]
     replaced = (vars(ModuleState).keys() | vars(TableModule).keys() | vars(ours).keys()) - _OF_A_CLASS
     methods = {name: inspect.getattr_static(theirs, name) for name in replaced if hasattr(theirs, name)}
+    # torch.jit reads all properties: those of tables raise, one to say that it cannot record them.
+    absent = (
+        name for name in replaced - methods.keys() if isinstance(inspect.getattr_static(ours, name, None), property)
+    )
+    methods |= dict.fromkeys(absent, property(_read_nothing))
     base = type(f"Dense{ours.__name__}", (ours,), {**methods, "__module__": __name__})
     return subclass_of(cls, (cls, base), empty_dense_module)
+
+
+def _read_nothing(module: Any) -> NoReturn:
+    raise AttributeError(f"{type(module).__name__} has no table")
 
 
 def subclass_of(cls: Any, bases: tuple[Any, ...], empty: Callable[[Any], Any]) -> Any:

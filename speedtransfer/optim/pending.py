@@ -200,7 +200,8 @@ class PendingGradient:
     ) -> None:
         handle = self._handle()
         ids, grad, known = part
-        grad = grad if grad.is_contiguous() else _writable(grad)
+        # As torch does: fused kernels read rows one after the other.
+        grad = grad if grad.is_contiguous() else grad.contiguous()
         shown = None if self._parts is None else self._shown_parts()
         if self.ids is None:
             self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
@@ -246,7 +247,7 @@ class PendingGradient:
         """Keep a part of the gradient until the running backward ends: hooks of the parameter see all of it."""
         task, (ids, grad, known) = torch._C._current_graph_task_id(), part
         # Others are added to its memory.
-        part = ids, grad if grad.is_contiguous() else _writable(grad), known
+        part = ids, grad if grad.is_contiguous() else grad.contiguous(), known
         # Outside of a backward: written by hand.
         if task < 0:
             self._finish([part])

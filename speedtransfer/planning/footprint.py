@@ -98,7 +98,8 @@ def _row_size(make: MakeOptimizer | None, idle: str, dim: int, form: Form) -> Ta
 
 def size_of(workload: Workload, table: Load, form: Form) -> TableSize:
     """Return the bytes of a table in a form, from a few rows that are really made and trained."""
-    return replace(_row_size(workload.trainer.make, workload.idle, table.dim, form), rows=table.rows)
+    make = workload.trainer.make if table.trained else None
+    return replace(_row_size(make, workload.idle, table.dim, form), rows=table.rows)
 
 
 class Bytes(NamedTuple):
@@ -165,13 +166,14 @@ def active_bytes(workload: Workload, on_gpu: bool) -> float:
         if 4 * table.dim * rows > _PADDED_BYTES:
             rows = table.unique
         returned = table.lookups / table.bag * (1 + trained)
-        total += 4 * table.dim * (rows * (1 + trained + planes) + returned)
+        total += 4 * table.dim * (rows * (1 + (trained + planes if table.trained else 0)) + returned)
     return total
 
 
 def dense_bytes(workload: Workload) -> float:
     """Return the bytes of all other parameters, with gradients and state of the same optimizer."""
-    return float(workload.dense_bytes * (1 if workload.trainer.make is None else 2 + state_planes(workload)))
+    each = 1 if workload.trainer.make is None else 2 + state_planes(workload)
+    return float(workload.dense_bytes * each + workload.frozen_bytes)
 
 
 def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> Footprint:
@@ -187,7 +189,8 @@ def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> 
     host = disk = 0.0
     if memory in (DENSE, SPARSE):
         held = bytes_of(workload, Form())
-        gradient = held.weight if memory == DENSE and workload.trainer.make is not None else 0
+        trained = sum(4 * table.dim * table.rows for table in workload.tables if table.trained)
+        gradient = trained if memory == DENSE and workload.trainer.make is not None else 0
         device += held.weight + held.state + gradient
     elif memory == DEVICE:
         device += table

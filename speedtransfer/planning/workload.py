@@ -30,7 +30,7 @@ class Load:
     It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it, else there are
     none. `features` are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the
     distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module
-    has a table already, so that ``replace_embeddings`` leaves it alone.
+    has a table already, so that ``replace_embeddings`` leaves it alone. One that is not `trained` has no state.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Load:
     bag: int = 1
     is_table: bool = False
     names: tuple[str, ...] = ()
+    trained: bool = True
 
     @property
     def lookups(self) -> int:
@@ -54,7 +55,7 @@ class Workload:
     """Tables that are trained together.
 
     `batch` are the samples of a step, `zipf` is the exponent of the distribution of ids (0: uniform), and `dense_bytes` are
-    those of all other parameters of the model.
+    those of all other parameters of the model that are trained, `frozen_bytes` of those that are not.
     """
 
     tables: tuple[Load, ...]
@@ -63,6 +64,7 @@ class Workload:
     trainer: Trainer
     idle: str = "auto"
     dense_bytes: int = 0
+    frozen_bytes: int = 0
 
     @property
     def lookups(self) -> int:
@@ -82,7 +84,7 @@ def make_workload(
     check_choice(idle, "idle", IDLE)
     batch = check_size(batch, "batch", 1)
     exponent = check_number(zipf, "zipf", 0.0)
-    found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
+    found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), (0, 0))
     names = [table.name for table in found]
     per_sample = dict.fromkeys(names, 1.0) | _by_name(lookups, names, "lookups", 1.0)
     if unique is not None and len(names) > 1 and not isinstance(unique, Mapping):
@@ -103,7 +105,7 @@ def make_workload(
             )
         bag = round(per_sample[table.name]) if table.kind == BAG else 1
         tables.append(replace(table, features=features, unique=distinct, bag=bag))
-    return Workload(tuple(tables), batch, exponent, trainer, idle, others)
+    return Workload(tuple(tables), batch, exponent, trainer, idle, *others)
 
 
 def _by_name(given: Any, names: Sequence[str], label: str, minimum: float) -> dict[str, float]:
@@ -148,8 +150,8 @@ def _size(value: Any, name: str, most: int) -> int:
     return check_size(value, name, 1)
 
 
-def _of_model(model: nn.Module) -> tuple[list[Load], int]:
-    """Return the embeddings of a model, those that share a weight once, and the bytes of its other parameters."""
+def _of_model(model: nn.Module) -> tuple[list[Load], tuple[int, int]]:
+    """Return the embeddings of a model, those that share a weight once, and the bytes of others: trained ones, and frozen."""
     found: dict[int, Load] = {}
     weights: set[int] = set()
     for name, module in model.named_modules():
@@ -162,6 +164,12 @@ def _of_model(model: nn.Module) -> tuple[list[Load], int]:
         if key in found:
             found[key] = replace(found[key], names=(*found[key].names, name))
             continue
+        if weight is not None and weight.dtype != torch.float32:
+            raise InvalidTypeError(
+                f"the weight of {name!r} is {weight.dtype}, but plans are of rows in float32; pass its (rows, dim), and "
+                "storage_dtype and state_dtype for others"
+            )
+        trained = weight is None or weight.requires_grad
         kind = BAG if isinstance(module, nn.EmbeddingBag) else EMBEDDING
         if isinstance(module, MultiEmbedding):
             kind = MULTI[isinstance(module, MultiEmbeddingBag)]
@@ -169,14 +177,17 @@ def _of_model(model: nn.Module) -> tuple[list[Load], int]:
         features = tuple((size, 0) for size in rows or [module.num_embeddings] if size)
         if features:
             size, is_table = sum(rows for rows, _ in features), isinstance(module, TableModule)
-            found[key] = Load(name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,))
+            found[key] = Load(name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,), trained)
     if not found:
         raise InvalidValueError(
             f"the model, a {type(model).__name__}, has no nn.Embedding, nn.EmbeddingBag or table of this package; pass sizes "
             "such as (rows, dim)"
         )
     others = [param for param in model.parameters() if id(param) not in weights]
-    return list(found.values()), sum(param.numel() * param.element_size() for param in others)
+    trained_bytes, frozen_bytes = (
+        sum(param.nbytes for param in others if param.requires_grad is trains) for trains in (True, False)
+    )
+    return list(found.values()), (trained_bytes, frozen_bytes)
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str:
