@@ -281,9 +281,9 @@ class RankIdOwners(IdOwners):
         if "sightings" in state:
             own = state["sightings"]
             parts = self._to_first(own, [len(own)] * exchange.ranks).numpy().reshape(-1, *own.shape)
-            # An id was counted by one of them, so that the sum is never too low for it.
-            total = np.minimum(parts.sum(0, dtype=np.int64), np.iinfo(parts.dtype).max)
-            state["sightings"] = torch.from_numpy(total.astype(parts.dtype))
+            # An id is counted by one of them, so that the most is never too low for it. Once it is loaded all have it: a sum
+            # would grow with each save.
+            state["sightings"] = torch.from_numpy(parts.max(0, initial=0))
         return state
 
     def _to_first(self, values: Tensor, counts: list[int]) -> Tensor:

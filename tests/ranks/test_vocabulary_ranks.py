@@ -276,3 +276,21 @@ def test_rows_of_a_batch_whose_gradient_comes_later_stay(two):
     assert other_error.startswith("ProcessGroupError")
     # Its graph is gone, as in torch.
     assert "second time" in again
+
+
+def admitted_after_saves(folder: str) -> int:
+    """Ids are seen once, twice saved and loaded, and seen once more."""
+    for number in range(3):
+        emb = embedding(padding_idx=None, admit=3)
+        opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+        if number:
+            st.load_checkpoint(f"{folder}/{number - 1}", emb, opt)
+        if number != 1:
+            emb(ids_of(dist.get_rank(), 10)).sum().backward()
+            opt.step()
+        st.save_checkpoint(f"{folder}/{number}", emb, opt)
+    return len(emb.vocabulary)
+
+
+def test_sightings_do_not_grow_with_each_save(two, tmp_path):
+    assert two(admitted_after_saves, str(tmp_path)) == [0, 0]
