@@ -66,7 +66,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         per_sample_weights : Tensor, optional
             A weight for each id, the shape of `input` (mode "sum" only).
         """
-        if not self._has_rows() or in_transform() or (self._asks and self._has_another()):
+        if not self._has_rows() or in_transform() or (self._reads_weight and self._reads_another()):
             refuse_without_rows(self.__dict__.get("_handle"))
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)

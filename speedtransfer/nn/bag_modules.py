@@ -138,12 +138,8 @@ class BagModules(FeatureModules):
         flat = {name: flat_weights(part) for name, part in parts.items()}
         for name, part in flat.items():
             whole = parts[name]
-            if (
-                isinstance(whole, Tensor)
-                and not whole.is_nested
-                and whole.dim() > 1
-                and len(whole) != bags.counts[name]
-            ):
+            is_2d = isinstance(whole, Tensor) and not whole.is_nested and whole.dim() == 2
+            if is_2d and len(whole) != bags.counts[name]:
                 raise InvalidValueError(
                     f"feature {name!r} has weights of shape {tuple(whole.shape)} but {bags.counts[name]} bags; pass a weight "
                     "for each id, in the shape of the ids"

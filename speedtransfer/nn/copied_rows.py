@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.tables import Table
 
@@ -94,6 +95,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = tensor.source.rows
         if rows is None or not writes_to(values, func, args, kwargs):
             continue
+        refuse_irecv(func, rows)
         # Functions of torch.nn.init, written in Python, leave gradients out.
         if torch.is_grad_enabled() and values.requires_grad and not isinstance(func, FunctionType):
             raise RuntimeError(
@@ -103,10 +105,10 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not rows.table.writable:
             rows.table.check_writable()
     result = func(*args, **kwargs)
-    finish(func, result)
     with as_tensor():
         for tensor, version, values in copies:
             if tensor._version != version or writes_to(values, func, args, kwargs):
+                wait_for(func, result)
                 tensor.source.write_back()
     if isinstance(result, np.ndarray):
         result.flags.writeable = False
@@ -145,10 +147,19 @@ def is_collective(func: Any) -> bool:
     return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
 
 
-def finish(func: Any, result: Any) -> None:
+def wait_for(func: Any, result: Any) -> None:
     """Wait for a collective that goes on when its function has returned (``async_op=True``), to write back what it writes."""
     if is_collective(func) and hasattr(result, "wait"):
         result.wait()
+
+
+def refuse_irecv(func: Any, rows: Any) -> None:
+    """Raise for ``irecv`` into a copy of `rows`: the process that sends may wait for what comes after it here."""
+    if is_collective(func) and func.__name__ == "irecv":
+        raise InvalidValueError(
+            f"irecv was given rows of {rows}, of which it gets a copy, and they would come when nobody writes that back; "
+            "receive into a tensor, and copy it (weight.data.copy_)"
+        )
 
 
 def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

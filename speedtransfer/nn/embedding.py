@@ -125,7 +125,7 @@ class Embedding(TableModule, nn.Embedding):
             An id is out of range (negative ids are), or no integer. Ids on a CUDA device are checked there: a row out of range
             reads as zeros and is written nowhere, and a later call of the table raises.
         """
-        if not self._has_rows() or in_transform() or (self._asks and self._has_another()):
+        if not self._has_rows() or in_transform() or (self._reads_weight and self._reads_another()):
             refuse_without_rows(self.__dict__.get("_handle"))
             return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
         handle, padding = self._handle, self.padding_idx

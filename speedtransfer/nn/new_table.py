@@ -101,9 +101,11 @@ def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handl
     kind = SharedOwners if options["memory"] == "shared" else Sharded
     if vocabulary is None:
         handle.owners = kind(handle, exchange, Partition(new.shape[0], exchange.ranks), options["comm_dtype"])
-        if weight is not None:
-            for part in [slice(None)] if is_same else row_chunks(len(weight), weight[:1].nbytes):
-                handle.load(weight[part] if is_same else exchange.from_first(weight[part]), part.start or 0)
+        if weight is not None and is_same:
+            handle.load(weight)
+        elif weight is not None:
+            for part in row_chunks(len(weight), weight[:1].nbytes):
+                handle.load(exchange.from_first(weight[part]), part.start)
         return handle
     vocabulary.seed = seeds[1]
     partition = Interleaved([rows.table.num_rows] * exchange.ranks)

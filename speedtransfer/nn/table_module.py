@@ -38,13 +38,13 @@ class TableModule(VocabularyModule, ModuleState):
 
     sparse: bool
     idle: str
-    # Whether a `__getattr__` that is not ours or torch's may do something where the weight is read (Pyro's does).
-    _asks: ClassVar[bool] = False
+    # Whether lookups read the weight by name: a `__getattr__` that is not ours or torch's may do something there (Pyro's).
+    _reads_weight: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         found = cls.__getattr__, super().__getattr__
-        cls._asks = found != (TableModule.__getattr__, nn.Module.__getattr__)
+        cls._reads_weight = found != (TableModule.__getattr__, nn.Module.__getattr__)
 
     def _set_up(
         self,
@@ -337,8 +337,8 @@ class TableModule(VocabularyModule, ModuleState):
             handle.sparse = bool(value)
         super().__setattr__(name, value)
 
-    def _has_another(self) -> bool:
-        """Read the weight as the class of this module does; tell whether that is another than the parameter."""
+    def _reads_another(self) -> bool:
+        """Read the weight by name; tell whether that is another than the parameter."""
         return self.weight is not self._parameters["weight"]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.copied_rows import Copied, finish, writes_to, writing_back
+from speedtransfer.nn.copied_rows import Copied, refuse_irecv, wait_for, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
@@ -227,6 +227,8 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         if writes:
             # Now: a copy of all rows may be too large.
             handle.table.check_writable()
+        if not handle.aliased:
+            refuse_irecv(func, handle)
         if handle.table.has_snapshot and writes_to(weight, func, args, kwargs):
             handle.table.end_snapshot()
         if writes and trains:
@@ -240,8 +242,6 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
     weights = TableWeight, WeightData
     new_args, new_kwargs = tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*new_args, **new_kwargs)
-    if not all(handle.aliased for _, _, handle, _ in given.values()):
-        finish(func, result)
     for _, values, handle, version in given.values():
         if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():
             raise InvalidTypeError(
@@ -250,6 +250,7 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
             )
         # By its name, too: torch's CUDA code does not count all writes to lists of tensors.
         if not handle.aliased and (values._version != version or writes_to(values, func, new_args, new_kwargs)):
+            wait_for(func, result)
             handle.store(values)
     # Copies, or rows that are only read.
     copies = [(handle, it) for _, it, handle, _ in given.values() if not (handle.aliased and handle.table.writable)]

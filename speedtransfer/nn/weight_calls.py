@@ -403,9 +403,9 @@ rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
 special.update({getattr(Tensor, name): _hooked(getattr(Tensor, name)) for name in _HOOKS.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
-_strided_functions: dict[Any, int] = {torch.as_strided: 2, torch.as_strided_copy: 2, torch.as_strided_scatter: 3}
-_strided_functions |= {Tensor.as_strided: 2, Tensor.as_strided_scatter: 3}
-special.update({func: _strided(func, first) for func, first in _strided_functions.items()})
+for _name, _first in {"as_strided": 2, "as_strided_copy": 2, "as_strided_scatter": 3}.items():
+    _found = (getattr(of, _name) for of in (torch, Tensor) if hasattr(of, _name))
+    special.update({func: _strided(func, _first) for func in _found})
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {

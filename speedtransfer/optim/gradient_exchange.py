@@ -150,7 +150,7 @@ def described(handle: Any) -> str:
     """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
     owners, optimizer = handle.owners, None if handle.state is None else handle.state.optimizer()
     text: str = owners.looked_up
-    if handle.pending.grad is not None and owners.own() is None:
+    if handle.pending.grad is not None and not owners.has_local_gradient:
         text += " with a gradient"
     if owners.failures:
         text += f", {owners.failures} failed backwards"

@@ -33,6 +33,8 @@ class Owners:
     is_adaptive = False
     # Whether a gradient is held for the next exchange, and does not add to that of the weight at once.
     holds: bool = False
+    # Whether some of the gradient that the weight has is of this process alone.
+    has_local_gradient: bool = False
     # Which rows are whose; None: none is another's.
     partition: Partition | None = None
     exchange: Exchange
@@ -87,10 +89,6 @@ class Owners:
 
     def forget(self) -> None:
         """Forget the gradients kept since the last exchange: backward has failed, or they were set to None."""
-
-    def own(self) -> Part | None:
-        """Return the gradient that the weight has had before this backward, unless it is that of all processes."""
-        return None
 
     def announce(self) -> list[int]:
         """Return numbers, as many in each process, that tell the others as one (`from_words`) what this process has."""

@@ -201,7 +201,7 @@ class PendingGradient:
         handle = self._handle()
         ids, grad, known = part
         # As torch does: fused kernels read rows one after the other.
-        grad = grad if grad.is_contiguous() else grad.contiguous()
+        grad = grad.contiguous()
         shown = None if self._parts is None else self._shown_parts()
         if self.ids is None:
             self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
@@ -246,8 +246,8 @@ class PendingGradient:
     def _arrive(self, part: Part) -> None:
         """Keep a part of the gradient until the running backward ends: hooks of the parameter see all of it."""
         task, (ids, grad, known) = torch._C._current_graph_task_id(), part
-        # Others are added to its memory.
-        part = ids, grad if grad.is_contiguous() else grad.contiguous(), known
+        # Others are added to its memory, of which an expanded one has too little.
+        part = ids, grad.contiguous(), known
         # Outside of a backward: written by hand.
         if task < 0:
             self._finish([part])
@@ -425,10 +425,10 @@ class PendingGradient:
         places = torch.searchsorted(active, ids).clamp_(max=len(active) - 1)
         return bool((active[places] == ids).any())
 
-    def so_far(self) -> Part | None:
-        """Return the active rows and their gradient, without padding; with lazy idle rows those that are not zero."""
-        if self.ids is None or self.grad is None:
-            return None
+    def part(self) -> Part:
+        """Return the active rows and their gradient, which there is, without padding; of lazy rows those that are not zero."""
+        assert self.ids is not None
+        assert self.grad is not None
         return unpadded(self._narrowed() or (self.ids, self.grad, self.known))
 
     def begin_anew(self) -> None:

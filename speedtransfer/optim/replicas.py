@@ -51,6 +51,16 @@ class Replicas(Owners):
         # Parts of the gradient of this process since the last exchange; and whether a whole table was used.
         self._left: list[Part] = []
         self._whole = False
+        # What goes along.
+        self._local: Part | None = None
+
+    @property
+    def has_local_gradient(self) -> bool:  # type: ignore[override]  # noqa: D102
+        grad = self.handle.pending.grad
+        if grad is None or self._exchanged is None:
+            return grad is not None
+        seen, version = self._exchanged
+        return version != grad._version or seen() is not grad
 
     def begin(self, model: DistributedDataParallel) -> None:
         """Note that the forward pass of `model` begins."""
@@ -68,60 +78,52 @@ class Replicas(Owners):
         return bool(self._left)
 
     def forget(self) -> None:  # noqa: D102
-        self._left, self._whole = [], False
+        self._left, self._whole, self._local = [], False, None
 
     def announce(self) -> list[int]:  # noqa: D102
         if not self._left:
             return to_words(0, _WORDS)
-        handle = self.handle
-        own = self.own()
-        if own is not None and handle.features is not None:
-            handle.features.left |= handle.features.touched
+        handle, whole, count = self.handle, self._whole, 0
         self._left = [added(handle.table.num_rows, self._left, False)]
-        whole = self._whole or (own is not None and handle.pending.used_whole)
-        counts = len(self._left[0][0]), 0 if own is None else len(own[0])
-        return to_words(counts[1] << _COUNT | counts[0] << 2 | int(whole) << 1 | 1, _WORDS)
-
-    def own(self) -> Part | None:  # noqa: D102
-        pending, grad = self.handle.pending, self.handle.pending.grad
-        if grad is not None and self._exchanged is not None:
-            seen, version = self._exchanged
-            if version == grad._version and seen() is grad:
-                return None
-        return pending.so_far()
+        if self.has_local_gradient:
+            self._local = handle.pending.part()
+            whole, count = whole or handle.pending.used_whole, len(self._local[0])
+            if handle.features is not None:
+                handle.features.left |= handle.features.touched
+        return to_words(count << _COUNT | len(self._left[0][0]) << 2 | int(whole) << 1 | 1, _WORDS)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
         return []
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
-        kept, self._left, self._whole = self._left, [], False
+        # `announce` has added them.
+        left, local = self._left[0] if self._left else None, self._local
+        self.forget()
         if not any(numbers):
             # Of another loss: that of this forward may come.
             return
-        pending, own = self.handle.pending, self.own()
         self.holds = False
-        whole = any(number & 2 for number in numbers)
-        # `announce` has added them.
-        found = [(self._mean(kept[:1], [(number & _LEFT) >> 2 for number in numbers]), False)]
+        pending, whole = self.handle.pending, any(number & 2 for number in numbers)
+        found = [(self._mean(left, [(number & _LEFT) >> 2 for number in numbers]), False)]
         if any(number >> _COUNT for number in numbers):
             # Hooks of the parameter have seen it.
-            found.insert(0, (self._mean([own] if kept and own else [], [number >> _COUNT for number in numbers]), True))
-        if own is not None:
+            found.insert(0, (self._mean(local, [number >> _COUNT for number in numbers]), True))
+        if self.has_local_gradient:
             pending.begin_anew()
         for (ids, mean), hooked in found:
             pending.deposit(ids, mean, whole=whole, summed=True, hooked=hooked)
         total = pending.grad
         self._exchanged = None if total is None else (weakref.ref(total), total._version)
 
-    def _mean(self, parts: Sequence[Part], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _mean(self, part: Part | None, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the rows of the gradients of all processes, and their mean; `counts` are the rows of each."""
         exchange, table = self.exchange, self.handle.table
-        if parts:
-            ids, grad, _ = parts[0]
-        else:
+        if part is None:
             ids = torch.empty(0, dtype=torch.int64, device=table.device)
             grad = torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
+        else:
+            ids, grad, _ = part
         ids = exchange.gather("ids", ids.unsqueeze(1), counts)[:, 0]
         grads = exchange.gather("gradients", grad * (1 / exchange.ranks), counts)
         rows = unique_rows(ids)

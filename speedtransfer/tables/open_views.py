@@ -78,7 +78,7 @@ class OpenViews:
     def sign(self, planes: Mapping[str, Tensor]) -> int | None:
         """Return a number that changes when somebody may have written unseen, by an array made of a view; None: at any time.
 
-        Whoever gave the memory of a plane mostly just keeps it, which is no reason not to read ahead.
+        Whoever gave the memory of a plane mostly just keeps it; rows are read ahead all the same.
         """
         return None if any(not made.is_given for made in self._alive(planes)) else self._num_asked
 

@@ -185,6 +185,23 @@ def test_as_torch(two, options):
         assert {name: far for name, far in found.items() if not far < most} == {}
 
 
+def sent_both_ways() -> tuple[bool, str]:
+    """Neither waits for the other's receipt, and rows of which there is a copy are not received in passing."""
+    other, got = 1 - dist.get_rank(), torch.empty(ROWS, DIM)
+    theirs = torch.full((ROWS, DIM), float(other))
+    emb = st.Embedding.from_pretrained(1 - theirs, cache_rows=8)
+    works = [dist.isend(emb.weight.data, other), dist.irecv(got, other)]
+    for work in works:
+        work.wait()
+    return torch.equal(got, theirs), told(lambda: dist.irecv(emb.weight.data, other))
+
+
+def test_rows_are_sent_both_ways_at_once(two):
+    for came, said in two(sent_both_ways):
+        assert came
+        assert "receive into a tensor, and copy it" in said
+
+
 # --- what the processes have to share ---------------------------------------------------------------------------------------
 
 
