@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.collectives import receives, refuse_irecv, wait_for
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.tables import Table
 
@@ -142,26 +142,6 @@ def with_copy(func: Any, weight: Any, rows: Any, values: Tensor, args: tuple[Any
     return weight if result is values else writing_back(result, [Copied(rows, values)])
 
 
-def is_collective(func: Any) -> bool:
-    """Tell whether `func` is one of torch.distributed: most write to their first argument."""
-    return getattr(func, "__module__", None) == "torch.distributed.distributed_c10d"
-
-
-def wait_for(func: Any, result: Any) -> None:
-    """Wait for a collective that goes on when its function has returned (``async_op=True``), to write back what it writes."""
-    if is_collective(func) and hasattr(result, "wait"):
-        result.wait()
-
-
-def refuse_irecv(func: Any, rows: Any) -> None:
-    """Raise for ``irecv`` into a copy of `rows`: the process that sends may wait for what comes after it here."""
-    if is_collective(func) and func.__name__ == "irecv":
-        raise InvalidValueError(
-            f"irecv was given rows of {rows}, of which it gets a copy, and they would come when nobody writes that back; "
-            "receive into a tensor, and copy it (weight.data.copy_)"
-        )
-
-
 def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether `func` writes to `values`, by its name: as a method in place, an operator in place, or with ``out``."""
     given: list[Any] = []
@@ -175,7 +155,7 @@ def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str
     else:
         name = getattr(func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
-        if in_place or name in _IN_PLACE or (is_collective(func) and name not in _SENDING):
+        if in_place or name in _IN_PLACE or receives(func):
             # The functions of torch.nn.init name their tensor; `torch._foreach_mul_` has a list of them.
             given = [args[0]] if args else list(kwargs.values())
         elif kwargs.get("inplace"):
@@ -186,7 +166,6 @@ def writes_to(values: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return any(found)
 
 
-_SENDING = {"send", "isend", "gather"}
 # Operators, besides methods that end in an underscore.
 _NAMES_IN_PLACE = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _NAMES_IN_PLACE.split())}

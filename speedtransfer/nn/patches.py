@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtransfer.cuda import count_graphs
+from speedtransfer.nn import collectives
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
@@ -47,6 +48,7 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
 
+PATCHES += collectives.patches()
 if not graph.TELLS_HOOKS:
     PATCHES += [
         (torch.autograd.graph.saved_tensors_hooks, "__enter__", graph.entering),
