@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
-from speedtransfer.nn.collectives import receives, refuse_irecv, wait_for
 from speedtransfer.optim.graph import as_tensor
+from speedtransfer.ranks.collectives import receives, refuse_irecv, wait_for
 from speedtransfer.tables import Table
 
 # By a transform of torch.func.

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtransfer.cuda import count_graphs
-from speedtransfer.nn import collectives
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
 from speedtransfer.optim import backward, graph, hooks, param_guards, replicas, sent, state_dicts
+from speedtransfer.ranks import collectives
 
 # Where torch has a function, its name there, and what makes of it the one that takes its place.
 PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [

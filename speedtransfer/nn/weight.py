@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.collectives import refuse_irecv, wait_for
 from speedtransfer.nn.copied_rows import Copied, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
+from speedtransfer.ranks.collectives import refuse_irecv, wait_for
 from speedtransfer.tables import Table
 
 # Both are filled by `weight_calls`, `weight_rows` and `fills`.
