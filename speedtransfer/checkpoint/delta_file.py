@@ -28,7 +28,7 @@ FORMAT, VERSION = "speedtransfer.delta", "5"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
 # What a vocabulary has that is of its rows in one table alone.
-OF_PLACES = ("ids", "last_use", "counts", "released")
+OF_PLACES = ("ids", "last_use", "counts", "released", "shares")
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 

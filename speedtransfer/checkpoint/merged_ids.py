@@ -79,6 +79,8 @@ class MergedIds(MergedTable):
                 # With state.
                 known.go_on_with(last[f"{start}numbers"])
         self.state = state | last | {start + name: value for name, value in known.state().items()}
+        # Rows are in none of its places in the processes that have saved the base.
+        self.state.pop(start + "shares", None)
 
     def _of_last(self, start: str) -> dict[str, Tensor]:
         """Return what the last delta has of the vocabulary beside its rows, by the keys of the state dict."""

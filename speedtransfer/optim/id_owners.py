@@ -22,6 +22,7 @@ from speedtransfer.ranks import Exchange, Interleaved, Segment, check_counts, fr
 from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owned, owners_of
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE
+from speedtransfer.vocabulary.loaded_state import NUMBERS, OF_SHARE
 
 _POINT = "finds ids"
 # What is saved of each row.
@@ -94,7 +95,7 @@ class RankIdOwners(IdOwners):
         super().__init__(handle, vocabulary)
         self._shards: Sharded = handle.owners
         self._gathered: dict[str, Tensor] | None = None
-        self.processes = self._shards.exchange.ranks
+        self.processes, self.rank = self._shards.exchange.ranks, self._shards.exchange.rank
 
     @property
     def _exchange(self) -> Exchange:
@@ -270,7 +271,9 @@ class RankIdOwners(IdOwners):
         """
         exchange = self._exchange
         state, sizes = dict(self.vocabulary.state_dict()), self._partition.sizes
-        exchange.agree("saves", [0], str(self.handle))
+        numbers = dict(zip(NUMBERS, state["numbers"].tolist(), strict=True))
+        counts = {"rows": self.handle.table.num_rows, "released": len(state["released"])}
+        shares = exchange.agree("saves", [(numbers | counts)[name] for name in OF_SHARE], str(self.handle))
         for name in _BY_ROW:
             if name in state:
                 values = state[name].clone()
@@ -278,13 +281,10 @@ class RankIdOwners(IdOwners):
                     # The reserved rows are those of rank 0; these are of no id.
                     values[: self.vocabulary.reserved] = FREE
                 state[name] = self._to_first(values.unsqueeze(1), sizes)[:, 0]
+        state["released"] = self._to_first(state["released"].unsqueeze(1), shares[:, 1].tolist())[:, 0]
         if "sightings" in state:
-            own = state["sightings"]
-            parts = self._to_first(own, [len(own)] * exchange.ranks).numpy().reshape(-1, *own.shape)
-            # An id is counted by one of them, so that the most is never too low for it. Once it is loaded all have it: a sum
-            # would grow with each save.
-            state["sightings"] = torch.from_numpy(parts.max(0, initial=0))
-        return state
+            state["sightings"] = self._to_first(state["sightings"], [len(state["sightings"])] * exchange.ranks)
+        return state | {"shares": shares}
 
     def _to_first(self, values: Tensor, counts: list[int]) -> Tensor:
         """Return in rank 0 the values ``(n, width)`` of all processes, `counts` of each; in others none."""

@@ -15,6 +15,7 @@ from speedtransfer.tables import Placement
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import FREE, free_by_use, occupied
 from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
+from speedtransfer.vocabulary.policies import DEPTH
 
 FORMAT = 1
 # What the tensor of numbers holds, in this order. Saved states may have a clock in microseconds (`by_time`), and a number of
@@ -33,6 +34,8 @@ NUMBERS = (
     "admitted_now",
     "admitted_lately",
 )
+# What a state of several processes has of each, in this order: first how many rows, then how many that had ids before.
+OF_SHARE = ("rows", "released", "sightings_added", "hand", "fresh", "admitted_now", "admitted_lately")
 # Dtype and dimensions of each tensor, and whether it may be missing.
 _SPECS = {
     "ids": (torch.int64, 1, False),
@@ -44,14 +47,16 @@ _SPECS = {
     "counts": (torch.float32, 1, True),
     "sightings": (None, 2, True),
     "features": (torch.uint8, 1, True),
+    "shares": (torch.int64, 2, True),
 }
 
 
 class SavedState(NamedTuple):
     """What :meth:`Vocabulary.state_dict` returned; see `IdRows` for `ids`, `last_use`, `counts` and `released`.
 
-    `sightings` are the counters of the sketch, ``(depth, width)``; `origin` says whose changes it has, and up to which clock
-    (see `Changes`); `features`, whose ids they are.
+    `sightings` are the counters of the sketch, ``(lines, width)``; `origin` says whose changes it has, and up to which clock
+    (see `Changes`); `features`, whose ids they are. Several processes have saved their rows, released ones (numbered in each
+    from 0) and sightings one after the other; `shares`, ``(processes, 7)``, has what `OF_SHARE` names of each.
     """
 
     ids: np.ndarray
@@ -63,13 +68,32 @@ class SavedState(NamedTuple):
     initial: Initial
     origin: tuple[int, int]
     features: tuple[str, ...] = ()
+    shares: np.ndarray | None = None
+
+    def share(self, rank: int, ranks: int) -> tuple[SavedState, int] | None:
+        """Return what process `rank` of `ranks` has saved, and its first row; None: others, or another number, have."""
+        if self.shares is None or len(self.shares) != ranks:
+            return None
+        counts, ends = self.shares[rank], self.shares[:, :2].cumsum(0)[rank]
+        rows, released = (slice(end - count, end) for end, count in zip(ends, counts[:2], strict=True))
+        own = self._replace(
+            ids=self.ids[rows],
+            last_use=self.last_use[rows],
+            counts=None if self.counts is None else self.counts[rows],
+            sightings=None if self.sightings is None else np.split(self.sightings, ranks)[rank],
+            released=self.released[released],
+            numbers=self.numbers | dict(zip(OF_SHARE, counts.tolist(), strict=True)),
+            shares=None,
+        )
+        return own, int(rows.start)
 
 
 class LoadPlan(NamedTuple):
     """How a state, or one of a table without a vocabulary, goes into a table, which gets `num_rows` rows.
 
-    `sources` are the saved rows with ids, (n,) int64, `ids` these ids, and `rows` the rows that they get, as `known` says; the
-    placement is that of all rows that count. `state` is what it was made for.
+    `sources` are the rows of `saved` with ids, (n,) int64, `ids` these ids, and `rows` the rows that they get, as `known`
+    says; `stays`: all rows of `saved` keep their numbers. The placement is that of all rows that count. `state` is what it was
+    made for.
     """
 
     saved: SavedState | None
@@ -79,6 +103,7 @@ class LoadPlan(NamedTuple):
     ids: np.ndarray
     rows: np.ndarray
     known: IdIndex
+    stays: bool
     state: Mapping[str, Any]
 
     def is_for(self, state: Mapping[str, Any], num_saved: int) -> bool:
@@ -131,22 +156,30 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     except (ValueError, KeyError, SpeedtransferError) as reason:
         raise error(f"'vocabulary.initial' or 'vocabulary.features' is not valid ({reason})") from None
     ids, last_use, counts = arrays["ids"], arrays["last_use"], arrays.get("counts")
-    sightings, origin = arrays.get("sightings"), arrays["origin"]
+    sightings, origin, shares = arrays.get("sightings"), arrays["origin"], arrays.get("shares")
     not_negative = ("clock", "sightings_added", "hand", "admitted_now", "admitted_lately")
     lengths = {len(ids), len(last_use), len(ids if counts is None else counts)}
     wrong = {
         "ids, last_use and counts of different lengths": len(lengths) > 1,
         "an impossible number of reserved rows": not 0 < numbers["reserved"] <= len(ids),
         "impossible times of last use": (last_use < FREE).any(),
-        "sightings that are no counters": sightings is not None and (sightings.dtype.kind != "u" or not sightings.size),
+        "sightings that are no counters": sightings is not None
+        and (sightings.dtype.kind != "u" or not sightings.size or len(sightings) % DEPTH),
         "an origin that is not of two numbers": len(origin) != 2,
-        "negative numbers": any(numbers[name] < 0 for name in not_negative),
+        "negative numbers": any(numbers[name] < 0 for name in not_negative)
+        or (shares is not None and (shares < 0).any()),
+        "other rows than its processes": shares is not None
+        and (
+            shares.shape[1] != len(OF_SHARE)
+            or shares[:, :2].sum(0).tolist() != [len(ids), len(arrays["released"])]
+            or (sightings is not None and len(sightings) != DEPTH * len(shares))
+        ),
     }
     for what, is_so in wrong.items():
         if is_so:
             raise error(f"the state of the vocabulary has {what}")
     synced = int(origin[0]), int(origin[1])
-    return SavedState(ids, last_use, counts, sightings, arrays["released"], numbers, initial, synced, features)
+    return SavedState(ids, last_use, counts, sightings, arrays["released"], numbers, initial, synced, features, shares)
 
 
 def free_rows(saved: SavedState) -> tuple[np.ndarray, int] | None:

@@ -25,8 +25,8 @@ _LEAST_COUNTERS = 4096
 class IdOwners:
     """Which processes know the rows of which ids: here this one those of all."""
 
-    # How many share the ids out.
-    processes = 1
+    # How many share the ids out, and the number of this one.
+    processes, rank = 1, 0
 
     def to_whole(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers in the whole table, of all processes, of `rows` (n,) of this one, -1 for -1."""

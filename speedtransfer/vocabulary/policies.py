@@ -23,7 +23,7 @@ Evict = Literal["lru", "lfu"] | int | EvictFunction | None
 MaxCapacity = int | str | float | None
 
 # Lines of counters of sightings, which rise to this at least, and are halved after so many for each counter of a line.
-_DEPTH = 4
+DEPTH = 4
 _LEAST_LIMIT = 255
 _SIGHTINGS_PER_COUNTER = 4
 _COUNTERS = (np.uint8, np.uint16, np.uint32)
@@ -51,7 +51,7 @@ class Admission:
         if isinstance(admit, int) and admit > 1:
             self._limit = max(admit, _LEAST_LIMIT)
             dtype = next(dtype for dtype in _COUNTERS if self._limit <= np.iinfo(dtype).max)
-            self.counters = np.zeros((_DEPTH, width), dtype)
+            self.counters = np.zeros((DEPTH, width), dtype)
             if counters is not None:
                 # Those of another `admit` may be wider or narrower.
                 self.counters = counters.clip(max=min(self._limit, np.iinfo(counters.dtype).max)).astype(dtype)

@@ -13,9 +13,9 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
-from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
+from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE, occupied
 from speedtransfer.vocabulary.loaded_state import FORMAT, LoadPlan, SavedState, free_rows, packed, read_state
-from speedtransfer.vocabulary.policies import Admission
+from speedtransfer.vocabulary.policies import DEPTH, Admission
 from speedtransfer.vocabulary.room import Room
 
 
@@ -77,10 +77,16 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
         _check_saved(vocabulary, saved, num_saved)
         sources = np.flatnonzero(saved.last_use[live.reserved :] != FREE) + live.reserved
         ids, length = saved.ids[sources], num_saved
+    first, same_places = 0, owner.owners.processes == 1
     if owner.owners.processes > 1:
         own = owner.owners.owns(ids)
         sources, ids = sources[own], ids[own]
         length = live.reserved + len(ids)
+        share = None if saved is None else saved.share(owner.owners.rank, owner.owners.processes)
+        if share is not None and np.array_equal(occupied(share[0].last_use, live.reserved) + share[1], sources):
+            # As many processes have saved it: each has its rows again.
+            (saved, first), same_places = share, True
+            sources, length = sources - first, len(saved.ids)
     most, num_rows = vocabulary._most(), live.table.num_rows
     limits = [live.table.max_rows or num_rows, *([] if most is None else [live.reserved + most])]
     num_rows = max(num_rows, min(length, *limits))
@@ -89,31 +95,30 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
             f"{owner}: the state has {len(ids)} ids but there are rows for {num_rows - live.reserved}, and no more; "
             "make the module with a larger capacity, or max_capacity"
         )
-    rows = sources
-    if saved is None or owner.owners.processes > 1 or (len(sources) and sources[-1] >= num_rows):
-        rows = live.reserved + np.arange(len(ids))
+    rows, stays = live.reserved + np.arange(len(ids)), False
+    if saved is not None and same_places and sources.max(initial=0) < num_rows:
+        rows, stays = sources, len(saved.ids) <= num_rows
     try:
         index = live.index_of(ids, rows)
     except InvalidValueError as error:
         raise InvalidValueError(
             f"{owner}: the state of the vocabulary has an id twice ({error}); load what state_dict() returned"
         ) from None
-    placement = _placement(vocabulary, saved, num_saved, num_rows, sources, rows)
-    return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
+    if stays and owner.owners.processes == 1:
+        placement = Placement(num_saved)
+    else:
+        placement = _placement(vocabulary, saved is None, num_saved, sources + first, rows)
+    return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, stays, state)
 
 
-def _placement(
-    vocabulary: Room, saved: SavedState | None, num_saved: int, num_rows: int, sources: np.ndarray, rows: np.ndarray
-) -> Placement:
-    if saved is None:
+def _placement(vocabulary: Room, is_plain: bool, num_saved: int, sources: np.ndarray, rows: np.ndarray) -> Placement:
+    if is_plain:
         # What unseen ids read is of this vocabulary alone.
         padding = vocabulary._padding
         if padding is not None and 0 <= padding[0] < num_saved:
             sources, rows = np.append(sources, padding[0]), np.append(rows, padding[1])
         order = np.argsort(sources)
         return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
-    if num_saved <= num_rows and np.array_equal(sources, rows) and vocabulary._bound()[1].owners.processes == 1:
-        return Placement(num_saved)
     kept = np.arange(vocabulary.reserved)
     joined = (torch.from_numpy(np.concatenate([kept, numbers])) for numbers in (sources, rows))
     return Placement(num_saved, *joined)
@@ -137,7 +142,7 @@ def _check_saved(vocabulary: Room, saved: SavedState, num_saved: int) -> None:
 def would_move(vocabulary: Room, plan: LoadPlan) -> bool:
     """Tell whether a plan gives rows to other ids than have them, or none."""
     live = vocabulary._bound()[0]
-    same_rows = plan.placement.is_whole and np.array_equal(np.sort(live.occupied()), np.sort(plan.rows))
+    same_rows = plan.stays and np.array_equal(np.sort(live.occupied()), np.sort(plan.rows))
     return not (same_rows and np.array_equal(live.ids[plan.rows], plan.ids))
 
 
@@ -153,7 +158,7 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
         before = live.index.find(plan.ids)
         ids, used = live.ids.copy(), live.last_use != FREE
         # Reserved and free rows too are then as they were saved, for what tells rows apart by their bits.
-        whole = plan.saved if plan.placement.is_whole else None
+        whole = plan.saved if plan.stays else None
         if whole is not None:
             live.ids[: len(whole.ids)] = whole.ids
         # First: the last step of a row is one of its feature.
@@ -189,7 +194,11 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
     vocabulary.seed, vocabulary.initial = numbers["seed"], saved.initial
     before = vocabulary._admission.counters
     width = 1 if before is None else before.shape[1]
-    vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, saved.sightings)
+    sightings = saved.sightings
+    if sightings is not None:
+        # Other processes counted other ids: the most is never too low, and does not grow with each save as a sum would.
+        sightings = sightings.reshape(-1, DEPTH, sightings.shape[1]).max(0)
+    vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, sightings)
     vocabulary._admission.added = numbers["sightings_added"]
     vocabulary._admitted_now, vocabulary._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]
     vocabulary._synced = saved.origin

@@ -24,6 +24,7 @@ import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net, Setup
 from ranks.pair import DIM, Pair, told
 from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
+from speedtransfer.vocabulary.contents import rows_here
 
 
 def with_options(**options) -> Setup:
@@ -251,6 +252,52 @@ def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name, worlds):
         if not Path(folder).exists():
             assert max(pool.of(saved)(functools.partial(resumed, None, folder, **SAVES[name]))) < 1e-10
         assert max(pool.of(loaded)(functools.partial(resumed, folder, None, **SAVES[name]))) < 1e-10
+
+
+COMES_AND_GOES = {
+    "lru": {"evict": "lru", "capacity": 150, "admit": 2},
+    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 150, "idle": "exact"},
+    "by age": {"evict": 3, "capacity": 400, "storage_dtype": torch.bfloat16, "dtype": torch.float32},
+}
+
+
+def came_and_went(folder: str, goes_on: bool, **options: Any) -> list:
+    """Train, the second half from a checkpoint on, where ids of another batch went before, or without a break."""
+    emb = embedding(**options)
+    opt = torch.optim.AdamW(emb.parameters())
+
+    def train(*steps: int) -> None:
+        for step in steps:
+            ids, weights = batch(step, dist.get_rank(), 400, 3)
+            (emb(ids) * weights.to(emb.weight.dtype)).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            if step == 11 and not goes_on:
+                st.save_checkpoint(folder, emb, opt)
+
+    if goes_on:
+        train(50, 51)
+        st.load_checkpoint(folder, emb, opt)
+    else:
+        train(*range(12))
+    train(*range(12, 24))
+    ids = emb.vocabulary.ids()
+    rows = torch.from_numpy(rows_here(emb.vocabulary, ids.numpy()))
+    planes = [name for name in emb._handle.table.planes if not name.startswith("vocabulary")]
+    return [ids, rows, emb._handle.rows.read(rows, planes)]
+
+
+@pytest.mark.parametrize("name", COMES_AND_GOES)
+def test_ids_come_and_go_as_without_the_break(two, tmp_path, name):
+    went_on, resumed = (
+        two(functools.partial(came_and_went, str(tmp_path), goes_on, **COMES_AND_GOES[name]))
+        for goes_on in (False, True)
+    )
+    for wanted, found in zip(went_on, resumed, strict=True):
+        assert len(wanted[0]) > 10
+        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+            assert torch.equal(ours, theirs)
+        assert_alike(found[2], wanted[2])
 
 
 def load_small(folder: str) -> list[str]:
