@@ -144,6 +144,10 @@ def test_the_report_says_what_was_left_and_why() -> None:
     fresh = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": model["b"]})
     with pytest.raises(ValueError, match="embedding 'b' has a weight that something computes"):
         replace_embeddings(fresh, strict=True)
+    with pytest.raises(
+        InvalidValueError, match="names has 'embedd', but no embedding has such a name; did you mean 'emb"
+    ):
+        replace_embeddings(nn.ModuleDict({"embed": nn.Embedding(9, 2)}), names=["embedd"], strict=True)
     assert type(fresh["a"]) is nn.Embedding
     assert "no nn.Embedding" in str(replace_embeddings(nn.Linear(2, 2)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -153,6 +154,8 @@ table.add_plane("n", dtype=torch.int32, fill=1.5) -> InvalidValueError: fill is 
 table.drop_plane("weight") -> InvalidValueError: plane 'weight' is the table itself
 table.drop_plane("n") -> InvalidValueError: the table has no plane 'n'; choose from 'weight', 'm'
 table.plane("weigth") -> InvalidValueError: the table has no plane 'weigth'; did you mean 'weight'\?
+table[1, 2] -> InvalidTypeError: the index of the table is \(1, 2\) but must be of rows; pass a list, as table\[\[1, 2\]\]
+pickled(table) -> InvalidTypeError: a table cannot be pickled; pickle the module that has it
 table.gather([1], ["weight", ["weight"]]) -> InvalidValueError: the table has no plane \['weight'\]
 table.gather([1, 2], out=torch.zeros(2, 3)) -> InvalidValueError: out has shape \(2, 3\) but index and table ask for \(2, 4\);
 table.gather([1], out=torch.zeros(1, 4).double()) -> InvalidTypeError: out has dtype torch.float64 but the plane holds torch.f
@@ -196,7 +199,7 @@ def test_refused_calls(tmp_path):
     table.add_plane("m", 1, fill=3)
     (tmp_path / "folder.npy").mkdir()
     for refusal in refusals(REFUSED_CALLS):
-        assert "; " in check_refused(refusal, table=table, torch=torch, np=np, folder=tmp_path)
+        assert "; " in check_refused(refusal, table=table, torch=torch, np=np, folder=tmp_path, pickled=pickle.dumps)
         assert table.planes == ("weight", "m")
         assert table.torch().flatten().tolist() == list(range(40))
     assert [path.name for path in tmp_path.iterdir()] == ["folder.npy"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -54,4 +55,11 @@ def place_of(path: object) -> Folder | Store:
         raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
     if "\0" in str(folder):
         raise InvalidValueError(f"path {str(folder)!r} has a NUL, which no path has; remove it")
+    try:
+        os.lstat(folder)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidValueError(
+                f"path {str(folder)!r} is too long for the file system; choose a shorter one"
+            ) from None
     return Folder(folder)

@@ -108,6 +108,8 @@ def of_keys(names: list[str], ids: Any) -> tuple[Bags, Any]:
             _check(name, offsets[place : end + 1].cpu(), len(values), place)
     lengths = {name: stop - start for name, start, stop in zip(names, bounds, bounds[1:], strict=False)}
     weights, used = _weights_with(ids), slice(bounds[0], bounds[-1])
+    if weights is not None and len(weights) != len(values):
+        raise InvalidValueError(f"ids has {len(weights)} weights but {len(values)} values; pass a weight for each")
     bags = Bags(values[used], lengths, dict(zip(names, counts, strict=True)), offsets[:-1].clone(), (values,))
     return bags, None if weights is None else weights[used]
 
@@ -145,7 +147,10 @@ def of_part(name: str, given: Any, include_last_offset: bool) -> Part:
 
 def _tensor(name: str, given: Any) -> Tensor:
     try:
-        return torch.as_tensor(given)
+        found = torch.as_tensor(given)
+        if found.layout not in (torch.strided, torch.jagged):
+            raise TypeError(f"its layout is {found.layout}")
+        return found
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidTypeError(
             f"the ids of feature {name!r} are a {type(given).__name__} that is no tensor ({error}); pass bags of different "

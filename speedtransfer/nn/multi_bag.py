@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.bag_modules import MODES, BagModules, Given
@@ -100,7 +100,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
             )
         about: Any = {"device": device, "dtype": dtype, **options}
         tables = by_name(num_embeddings) if isinstance(num_embeddings, Iterable) else {}
-        served = {name: name for name in tables} if features is None else dict(features)
+        served = _served(features, tables)
         for name, table in served.items():
             if tables and table not in tables:
                 raise InvalidValueError(
@@ -158,7 +158,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
                     f"scale_grad_by_freq of {name!r} is True, which tables that are looked up at once do not have; leave that "
                     "module out"
                 )
-        served = {name: name for name in tables} if features is None else dict(features)
+        served = _served(features, tables)
         modes = {name: getattr(tables.get(table), "mode", "mean") for name, table in served.items()}
         return cls._of(modules, options, {"features": served, "mode": modes, "concatenate": concatenate})
 
@@ -253,3 +253,12 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
 
     def _tensors_of(self, ids: Any) -> Iterable[Any]:
         return self._bags(ids if isinstance(ids, Given) else Given(ids, None)).source
+
+
+def _served(features: Any, tables: Iterable[str]) -> dict[str, str]:
+    """Return the name of the table of each feature."""
+    if features is not None and not isinstance(features, Mapping):
+        raise InvalidTypeError(
+            f"features is {features!r} but must be a mapping; pass the table of each, for instance {{'clicked': 'items'}}"
+        )
+    return {name: name for name in tables} if features is None else dict(features)

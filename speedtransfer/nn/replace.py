@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.collections_of_torchrec import Collection, is_collection
 from speedtransfer.nn.containers import Container, is_container
 from speedtransfer.nn.feature import Feature
@@ -82,7 +82,7 @@ def replace_embeddings(
         Which modules: patterns such as ``"encoder.*"`` for the names in ``model.named_modules()``, or a function of name and
         module that says whether to replace it. By default all.
     strict : bool
-        Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
+        Raise where an embedding that was asked for cannot be replaced, or a pattern of `names` is that of none.
     min_bytes : int
         Leave embeddings with a smaller weight alone: ``min_bytes=1 << 30`` takes those that are worth the memory.
     fuse : bool
@@ -105,7 +105,7 @@ def replace_embeddings(
     Raises
     ------
     InvalidValueError
-        With `strict`, an embedding cannot be replaced. The model is then as it was.
+        With `strict`, an embedding cannot be replaced, or a pattern names none. The model is then as it was.
     HostMemoryError
         There is no room for a table. The model is then as it was.
     """
@@ -144,6 +144,13 @@ def replace_embeddings(
             report.left[name] = f"it {problem}"
         else:
             found[name] = module
+    if strict and names is not None and not callable(names):
+        asked = [*found, *report.left, *groups]
+        for pattern in names:
+            if not any(fnmatchcase(name, pattern) for name in asked):
+                raise InvalidValueError(
+                    f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked)}"
+                )
     count = len({id(it.weight) for it in found.values()}) + len({id(each) for each in groups.values()})
     if options["path"] is not None and count > 1:
         raise InvalidValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from typing_extensions import Self
 from speedtransfer import buffers
 from speedtransfer.dtypes import rows_at
 from speedtransfer.engines import SELECTED
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables import stats
 from speedtransfer.tables.growing import Growing
 from speedtransfer.tables.index import as_index, check_distinct
@@ -288,6 +288,10 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
             written[LOW_BITS] = torch.zeros_like(written["weight"], dtype=torch.int8)
         self.write(index, written, unsorted=True)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise: a table is one of this process."""
+        raise InvalidTypeError("a table cannot be pickled; pickle the module that has it, or save it (table.save)")
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather(self._expand(index))
 
@@ -295,6 +299,10 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
         self.scatter(self._expand(index), rows)
 
     def _expand(self, index: Any) -> Any:
+        if isinstance(index, tuple):
+            raise InvalidTypeError(
+                f"the index of the table is {index!r} but must be of rows; pass a list, as table[[1, 2]]"
+            )
         return np.arange(*index.indices(self.num_rows)) if isinstance(index, slice) else index
 
     # --- what was moved -------------------------------------------------------------------------------------------------
