@@ -19,7 +19,9 @@ from speedtransfer.errors import StorageError
 from speedtransfer.untrusted import MAX_JSON_BYTES, parse_json
 
 METADATA = "__metadata__"
-_ALIGN = 64
+# Before a number: the name of a tensor of zeros, after which the next one begins at a multiple of something.
+GAP = "__gap__"
+ALIGN = 64
 MAX_VALUES = 2**60
 _MAX_DIMS = 64
 
@@ -45,14 +47,19 @@ def make_header(
     return header
 
 
-def header_bytes(header: Mapping[str, Any], room: int = 0) -> bytes:
+def header_bytes(header: Mapping[str, Any], room: int = 0, align: int = ALIGN) -> bytes:
     """Return the bytes before the values: a multiple of 64, so that a mapped row is as well aligned as one in memory.
 
-    `room`: at least so many bytes may be added to the header later.
+    `room`: at least so many bytes may be added to the header later. `align`: another multiple.
     """
     text = json.dumps(header).encode()
-    text += b" " * (room + -(8 + len(text) + room) % _ALIGN)
+    text += b" " * (room + -(8 + len(text) + room) % align)
     return len(text).to_bytes(8, "little") + text
+
+
+def is_gap(name: str) -> bool:
+    """Tell whether a tensor is there to fill a gap."""
+    return name.startswith(GAP) and name.removeprefix(GAP).isdecimal()
 
 
 def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:

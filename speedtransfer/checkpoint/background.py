@@ -51,6 +51,11 @@ class SnapshotRows(StoredRows):
         for snapshot in self._snapshots:
             snapshot.close()
 
+    def settle(self) -> None:
+        """Have rows of tables in files in files of their own, where the file system lets these share their bytes."""
+        for snapshot in self._snapshots:
+            snapshot.settle()
+
     def check(self) -> None:
         """Raise `StorageError` where the rows of a table have changed in a way that was not seen."""
         # All: a step of several tables goes on once none makes it wait.
@@ -74,7 +79,9 @@ class SnapshotRows(StoredRows):
 
         # Idle rows are caught up with all their planes.
         row_bytes = rows.table.nbytes // max(len(stored), 1) if frozen.lag else None
-        return PickedRows(stored, len(stored), slice, torch.no_grad()(read), row_bytes)
+        snapshot: Any = frozen.table
+        mapped = (lambda: None) if frozen.lag else (lambda: snapshot.settled(name))
+        return PickedRows(stored, len(stored), slice, torch.no_grad()(read), row_bytes, mapped)
 
     def counters(self, rows: Rows) -> dict[str, int]:
         """Return the state of stochastic rounding, after idle rows have been written."""

@@ -10,11 +10,14 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from typing_extensions import Self
+
+from speedtransfer.tables.clones import Origin, can_clone, clone
 
 try:
     import fcntl
@@ -56,6 +59,26 @@ class LargeWrites:
             values = values[count:]
             if self._used == _BUFFER_BYTES:
                 self._send(_BUFFER_BYTES)
+
+    def can_share(self, origin: Origin) -> bool:
+        """Tell whether the file, which has taken nothing yet, can share bytes of another."""
+        return can_clone(self._file.fileno(), origin)
+
+    def share(self, origin: Origin, count: int) -> Iterator[Any]:
+        """Take `count` bytes of another file, as they are now, without a copy of them, and yield what they are in pieces.
+
+        Both files have them at a multiple of `BLOCK`. OSError: that cannot be.
+        """
+        self.flush()
+        if not clone(self._file.fileno(), self._written, origin, count):
+            raise OSError(errno.EOPNOTSUPP, "the file system shares no bytes of files any more")
+        begin, self._written = self._written, os.lseek(self._file.fileno(), count, os.SEEK_CUR)
+        with open(self.name, "rb", buffering=0) as file:
+            file.seek(begin)
+            for start in range(0, count, _BUFFER_BYTES):
+                yield file.read(min(_BUFFER_BYTES, count - start))
+                # They would take the place of what is in use.
+                os.posix_fadvise(file.fileno(), begin + start, _BUFFER_BYTES, os.POSIX_FADV_DONTNEED)
 
     def _send(self, count: int) -> None:
         """Write the first bytes of the buffer, and keep the others."""

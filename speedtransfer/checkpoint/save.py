@@ -126,6 +126,7 @@ def save_checkpoint(
 
         def write(advance: Callable[[int], None]) -> None:
             with closing:
+                rows.settle()
                 plan.write(progress is True, advance, rows.check, on_one_thread=True)
 
         try:

@@ -7,18 +7,21 @@ import io
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of, rows_at
 from speedtransfer.errors import InvalidTypeError, StorageError
-from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
+from speedtransfer.safetensors_io import ALIGN, GAP, METADATA, Entry, check_entry, header_bytes, is_gap, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
+from speedtransfer.tables.clones import BLOCK, Origin, are_worth, origin_of
 from speedtransfer.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -30,7 +33,8 @@ class PickedRows:
     """Some rows of a tensor, gathered in chunks when they are written.
 
     Start and stop within their `count` become `numbers` of rows, and these rows by `read`, where the tensor is a placeholder;
-    for a row it may read more bytes, `row_bytes`, than it returns.
+    for a row it may read more bytes, `row_bytes`, than it returns. All together they may be in a file by the time they are
+    written: `mapped` returns a tensor over it, or None.
     """
 
     def __init__(
@@ -40,7 +44,9 @@ class PickedRows:
         numbers: Callable[[int, int], Any],
         read: Callable[[Any], Tensor] | None = None,
         row_bytes: int | None = None,
+        mapped: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
+        self.mapped = mapped
         self._tensor, self._numbers = tensor, numbers
         self._read = read or (lambda at: bits_of(tensor)[at.to(tensor.device)])
         self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
@@ -66,7 +72,7 @@ class TensorPlan:
                 f"{path} has dtype {tensor.dtype}, which a checkpoint cannot hold; convert it, to float32 or uint8 say"
             )
         name, count = path, 2
-        while name in self.tensors or name == METADATA:
+        while name in self.tensors or name == METADATA or is_gap(name):
             name, count = f"{path}#{count}", count + 1
         self.tensors[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
         return name
@@ -77,10 +83,20 @@ class TensorPlan:
             if isinstance(tensor, Tensor):
                 self.tensors[name] = tensor.to("cpu", copy=True)
 
-    def header(self) -> dict[str, Any]:
-        """Return the header of the file. Wide dtypes come first, so that all are aligned."""
-        widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-        return make_header((name, tensor.dtype, tensor.shape) for name, tensor in widest_first)
+    def header(self, shared: Mapping[str, Origin] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the header of the file. Wide dtypes come first, so that all are aligned.
+
+        What is `shared` with other files lies in the blocks of both alike, after a tensor that fills a gap.
+        """
+        widest_first, end = sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize), 0
+        found = list[tuple[str, torch.dtype, Sequence[int]]]()
+        for name, tensor in widest_first:
+            gap = (shared[name].begin - end) % BLOCK if name in shared else 0
+            if gap:
+                found.append((f"{GAP}{len(found)}", torch.uint8, (gap,)))
+            found.append((name, tensor.dtype, tensor.shape))
+            end += gap + tensor.nbytes
+        return make_header(found)
 
     @property
     def num_bytes(self) -> int:
@@ -89,17 +105,49 @@ class TensorPlan:
 
     def write(self, file: Any, advance: Callable[[int], None], on_one_thread: bool = False) -> dict[str, Any]:
         """Write the file and return what the manifest says of it; checksums are computed on another thread, or on this one."""
-        header, digest = self.header(), hashlib.sha256()
-        chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
-        values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
+        shared = self._shared(file)
+        header, digest = self.header({name: origin for name, (_, origin) in shared.items()}), hashlib.sha256()
         with ThreadPoolExecutor(1) as hasher:
-            for data in itertools.chain([header_bytes(header)], values):
+            for data, is_there in self._pieces(file, header, shared):
+                if not len(data):
+                    continue
                 hashed = None if on_one_thread else hasher.submit(digest.update, data)
-                file.write(data)
+                if not is_there:
+                    file.write(data)
                 # The next chunk may come in the same memory.
                 digest.update(data) if hashed is None else hashed.result()
                 advance(len(data))
         return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
+
+    def _shared(self, file: Any) -> dict[str, tuple[Tensor, Origin]]:
+        """Return the tensors that are in other files, of which `file` can share the bytes, and where."""
+        found = {}
+        for name, tensor in self.tensors.items() if isinstance(file, LargeWrites) else ():
+            whole = tensor if isinstance(tensor, Tensor) else tensor.mapped()
+            if whole is not None and are_worth(whole.nbytes):
+                origin = origin_of(whole)
+                if origin is not None and file.can_share(origin):
+                    found[name] = whole, origin
+        return found
+
+    def _pieces(
+        self, file: Any, header: dict[str, Any], shared: dict[str, tuple[Tensor, Origin]]
+    ) -> Iterator[tuple[Any, bool]]:
+        """Yield all bytes of `file` in order, and whether it has them by then."""
+        yield header_bytes(header, align=BLOCK if shared else ALIGN), False
+        for name in header:
+            if name in shared:
+                whole, (source, begin) = shared[name]
+                data = whole.view(-1).view(torch.uint8).numpy().data
+                head = -begin % BLOCK
+                tail = head + (len(data) - head) // BLOCK * BLOCK
+                yield data[:head], False
+                yield from ((piece, True) for piece in file.share(Origin(source, begin + head), tail - head))
+                yield data[tail:], False
+            elif name not in self.tensors:
+                yield bytes(header[name]["shape"][0]), False
+            else:
+                yield from ((chunk.view(torch.uint8).numpy().data, False) for chunk in read_chunks(self.tensors[name]))
 
 
 def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:

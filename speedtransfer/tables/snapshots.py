@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import StorageError
+from speedtransfer.tables import clones
 from speedtransfer.tables.aside import Aside, Scratch
+from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.tables.unique import NOTHING, Known
 
 # Longer than the rows of a step take to be written.
@@ -50,6 +54,7 @@ class Snapshot:
         # By row, 1 + its place there; 0: it has not been written.
         self._places = np.zeros(table.num_rows, np.int64 if table.num_rows >= 2**30 else np.int32)
         self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
+        self._scratch, self._settled = scratch, False
 
     @torch.no_grad()
     def keep(self, ids: Tensor, known: Known) -> None:
@@ -123,12 +128,55 @@ class Snapshot:
             values.numpy()[changed] = self._aside.get(name, places[changed] - 1)
         return values.view(self._planes[name].dtype)
 
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Have the rows in files of their own that share the bytes of the table's, so that nobody copies them aside, or waits.
+
+        Where the file system has not that nothing changes.
+        """
+        if self._scratch is None or not clones.are_worth(sum(plane.nbytes for plane in self._planes.values())):
+            return
+        origins = {name: clones.origin_of(plane) for name, plane in self._planes.items()}
+        found = {name: (self._planes[name], origin) for name, origin in origins.items() if origin is not None}
+        if len(found) < len(origins):
+            return
+        with tempfile.TemporaryFile(dir=self._scratch.folder) as empty:
+            if not all(clones.can_clone(empty.fileno(), origin) for _, origin in found.values()):
+                return
+        for _, (file, _) in found.values():
+            # What has not reached the disk goes there first, while steps go on.
+            os.fdatasync(file.number)
+        # A step that waits for the end has the turn.
+        if not self._table._turn.acquire(timeout=_STEP_S):
+            return
+        try:
+            self.check()
+            planes = clones.cloned(found, self._scratch.folder)
+            if planes is None:
+                return
+            self.close()
+        finally:
+            self._table._turn.release()
+        rows = self._places.nonzero()[0]
+        for name, plane in planes.items():
+            for part in row_chunks(len(rows), plane[:1].nbytes):
+                values = self._aside.get(name, self._places[rows[part]] - 1)
+                plane.view(torch.uint8).numpy()[rows[part]] = values
+        self._planes, self._settled = planes, True
+        self._places[:] = 0
+
+    def settled(self, name: str) -> Tensor | None:
+        """Return a plane as it was stored, in a file that does not change; None: `settle` could not do that."""
+        return self._planes[name] if self._settled else None
+
     def let_go(self) -> None:
         """Copy nothing aside any more: all has been read."""
         self._read.set()
 
     def check(self) -> None:
         """Raise `StorageError` where a plane was changed, not by rows, since this was made: what was read is worth nothing."""
+        if self._settled:
+            return
         until = time.monotonic() + _STEP_S
         while self._whole and self._table.version != self._version and time.monotonic() < until:
             # Perhaps a write that is going on.
