@@ -111,8 +111,10 @@ def host_array(plane: Tensor) -> np.ndarray:
 
 
 def plain_index(index: Any) -> Any:
-    """Return `index` as a tensor or an array of integers or booleans, if it is one to NumPy or torch; else as it is."""
-    if index is None or index is Ellipsis or isinstance(index, (slice, tuple, Tensor)):
+    """Return `index`, and each part of a tuple, as a tensor or array of integers or booleans, if it is one; else as it is."""
+    if isinstance(index, tuple):
+        return tuple(map(plain_index, index))
+    if index is None or index is Ellipsis or isinstance(index, (slice, Tensor)):
         return index
     if hasattr(index, "__cuda_array_interface__"):
         return from_cuda(index)
@@ -139,9 +141,7 @@ def unreadable(error: TypeError) -> InvalidTypeError:
 
 
 def for_numpy(index: Any) -> Any:
-    """Return `index` with an array of CUDA on the host."""
-    if hasattr(index, "__cuda_array_interface__") and not isinstance(index, Tensor):
-        index = from_cuda(index)
+    """Return an index as NumPy takes it."""
     return index.detach().cpu().numpy() if isinstance(index, Tensor) else index
 
 
