@@ -232,15 +232,15 @@ class Exchange:
         """Say who failed to reach the others, and where: the messages of backends name neither."""
         try:
             yield
-        except RuntimeError as error:
-            if not isinstance(error, ProcessGroupError):
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ProcessGroupError(
-                    f"rank {self.rank} of {self.ranks}, process {os.getpid()} on {socket.gethostname()}, could not reach the "
-                    f"others where it {what}: {reason}; one of them has ended (its messages say why), cannot be reached, or "
-                    "took longer than the timeout of the group; start all again from the last checkpoint"
-                ) from error
+        except ProcessGroupError:
             raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ProcessGroupError(
+                f"rank {self.rank} of {self.ranks}, process {os.getpid()} on {socket.gethostname()}, could not reach the "
+                f"others where it {what}: {reason}; one of them has ended (its messages say why), cannot be reached, or took "
+                "longer than the timeout of the group; start all again from the last checkpoint"
+            ) from error
 
     def check_same(self, words: Tensor, point: str, about: str) -> None:
         """Raise `DifferenceError`, in all processes, unless all are `about` the same: `words` (ranks,) are checksums."""

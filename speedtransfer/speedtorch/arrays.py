@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,10 @@ BITS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.
 
 def dtype_of(datatype: Any, what: str = "datatype") -> torch.dtype:
     """Return the dtype that a name, a NumPy dtype or one of torch's means; raise where no table can hold it."""
-    found = datatype
-    if not isinstance(datatype, torch.dtype):
-        try:
+    found = torch.bfloat16 if isinstance(datatype, str) and datatype == "bfloat16" else datatype
+    if not isinstance(found, torch.dtype):
+        with contextlib.suppress(TypeError):
             found = getattr(torch, np.dtype(datatype).name, None)
-        except TypeError:
-            found = None
-        if datatype == "bfloat16":
-            found = torch.bfloat16
     if not isinstance(found, torch.dtype):
         raise InvalidTypeError(f"{what} is {datatype!r}, not a dtype of a table; pass one such as 'float32'")
     stored_dtype(found)
