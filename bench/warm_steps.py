@@ -138,7 +138,7 @@ class Words:
 
     def build(self, sizes: Sizes, device: torch.device, folder: Path) -> Step:
         path = {"path": folder / "word2vec"} if self.memory == "mmap" else {}
-        words: Any = [f"word {number}" for number in range(sizes.rows // 2)] if self.buckets else sizes.rows // 2
+        words = [f"word {number}" for number in range(sizes.rows // 2)]
         given = {"model": self.model, "buckets": self.buckets, "memory": self.memory, "device": device, **path}
         model = Word2Vec(words, Settings(dim=sizes.dim, **given))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

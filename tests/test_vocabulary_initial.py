@@ -111,7 +111,7 @@ def test_ties_between_two_roundings():
 @pytest.mark.parametrize(
     ("initial", "error", "message"),
     [
-        ("normal", InvalidTypeError, r"initial is 'normal' \(str\) .* pass \(\"normal\", mean, std\)"),
+        ("normal", InvalidTypeError, r"initial is .normal. but must be \(\"normal\", mean, std\)"),
         (("gauss", 0, 1), InvalidValueError, "initial is .'gauss', 0, 1."),
         (("normal", 0, "1"), InvalidTypeError, "is '1' .str. but must be a number"),
         (("uniform", 0, float("nan")), InvalidValueError, "nan but must be finite"),

@@ -202,11 +202,7 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
     """One by one: numba keeps what it has compiled of `compiled` when a function that it calls has changed."""
     rows, others, into = random_rows(8, dim, dtype), random_rows(WIDTH, dim, dtype, 1), random_rows(8, dim, dtype, 4)
     weights, shares = random_rows(1, 6, dtype, 2), random_rows(8, WIDTH, dtype, 3)
-    chosen, by_column, scores = (
-        np.array([0, 3, 3, 15, 1, 2]),
-        np.zeros((dim, WIDTH), dtype),
-        np.zeros((8, WIDTH), dtype),
-    )
+    chosen, scores = np.array([0, 3, 3, 15, 1, 2]), np.zeros((8, WIDTH), dtype)
     # In float64: float32 of NumPy's BLAS is off by as much as ours, and on each processor by another.
     r, o, w, s = (each.astype(np.float64) for each in (rows, others, weights, shares))
     expected = w[0, 1:5] @ o[chosen[1:5]]
@@ -214,8 +210,7 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
     for anew in (True, False):
         lanes.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
         pairs.append((into[2].copy(), expected if anew else 2 * expected))
-    lanes.set_columns(by_column, others)
-    lanes.add_products(scores, True, rows, by_column, dim)
+    lanes.add_products(scores, True, rows, np.ascontiguousarray(others.T), dim)
     pairs.append((scores, r @ o.T))
     added, products = others.copy(), np.full_like(rows, 9)
     lanes.add_products(added, False, shares.T, rows, len(rows))

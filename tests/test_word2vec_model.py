@@ -81,13 +81,13 @@ def test_block_of_another_vocabulary():
 
 
 def test_first_weights():
-    model = model_of(50, 8, seed=4)
+    model = model_of(WORDS, 8, seed=4)
     weights = model.input.table.numpy()
     assert abs(weights).max() <= 0.5 / 8
     assert weights.std() == pytest.approx(1 / 8 / 12**0.5, rel=0.1)
     assert not model.output.table.numpy().any()
-    assert (model_of(50, 8, seed=4).input.table.numpy() == weights).all()
-    assert (model_of(50, 8, seed=5).input.table.numpy() != weights).any()
+    assert (model_of(WORDS, 8, seed=4).input.table.numpy() == weights).all()
+    assert (model_of(WORDS, 8, seed=5).input.table.numpy() != weights).any()
     with_ngrams = model_of(WORDS, 8, buckets=100).input.table.numpy()
     assert with_ngrams.shape == (NUM_WORDS + 100, 8)
     assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
@@ -109,7 +109,7 @@ def test_word_vectors_with_ngrams(monkeypatch):
 def test_tables_in_files(tmp_path):
     folder = tmp_path / "new" / "tables"
     for others in ([], ["notes.txt"]):
-        model = model_of(20, 5, memory="mmap", path=folder)
+        model = model_of(WORDS, 5, memory="mmap", path=folder)
         for name in others:
             (folder / name).write_text("x")
         assert sorted(p.name for p in folder.iterdir()) == ["input.safetensors", *others, "output.safetensors"]
@@ -123,12 +123,12 @@ def test_tables_in_files(tmp_path):
 def test_a_failure_while_filling_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("speedtransfer.Table.uniform_", lambda *given, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model_of(20, 5, memory="mmap", path=tmp_path / "tables")
+        model_of(WORDS, 5, memory="mmap", path=tmp_path / "tables")
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
-    model_of(200_000, 8, memory="mmap", path=tmp_path)
+    model_of(WORDS * 10_000, 8, memory="mmap", path=tmp_path)
     used = {p.name: p.stat().st_blocks * 512 for p in tmp_path.iterdir()}
     assert used["input.safetensors"] >= 200_000 * 8 * 4
     assert used["output.safetensors"] < 100_000
@@ -155,7 +155,7 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
 def test_spans_take_more_negatives_for_wider_windows(model, window, expected):
     block = draw_block(40, window=window)
     assert int(torch.maximum(block.before, block.after).max()) == window
-    prepared = model_of(NUM_WORDS, 4, model=model, negative=NEGATIVE).prepare(
+    prepared = model_of(WORDS, 4, model=model, negative=NEGATIVE).prepare(
         dataclasses.replace(block, negatives=torch.arange(100) % NUM_WORDS)
     )
     assert prepared.places.draws.shape == (-(-40 // prepared.places.span), expected)

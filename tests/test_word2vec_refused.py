@@ -67,10 +67,9 @@ Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
 -> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
 Places.find(Block(*[torch.arange(3)] * 4, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
-model(0) -> InvalidValueError: vocabulary is 0 but must be at least 1
-model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(buckets=10\) need the words
-model(20, path="here/file/tables") -> StorageError: cannot make folder
-Word2Vec(20, Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
+model([]) -> InvalidValueError: vocabulary is 0 but must be at least 1
+model("abc", path="here/file/tables") -> StorageError: cannot make folder
+Word2Vec("abc", Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
 NgramVectors(np.zeros((3, 2), "f4"), 4, 5)["a"] -> InvalidValueError: 'a' has no n-grams of 4 to 5 characters
 NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: has the suffix '\.txt' but must end in \.safetensors
 Vectors(["a", "b"], np.zeros((3, 2), "f4")) -> InvalidValueError: there are 2 words; pass one row a word

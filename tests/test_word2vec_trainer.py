@@ -130,15 +130,6 @@ def test_options_of_several_processes():
     assert "lr=0.02 with eps=10 moves rows at 0.002" in warning_of_rate(chosen, apart)
 
 
-def test_a_run_begun_with_another_eps_goes_on_with_it(corpus):
-    """As several processes had one before it was larger for them."""
-    trainer = Trainer(corpus, Settings(**QUICK))
-    state, lr = trainer.state(), trainer._first_lr
-    trainer._eps, trainer._first_lr = 1000.0, 100 * lr
-    trainer.load_state(state)
-    assert (trainer._first_lr, trainer._eps) == (pytest.approx(lr), 10.0)
-
-
 def test_learning_rate_falls_along_a_line():
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     for done, expected in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.5 * LR_END)):

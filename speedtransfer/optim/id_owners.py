@@ -56,7 +56,7 @@ class IdOwners(owned.IdOwners):
 
     def find(self, ids: np.ndarray, admit: bool) -> np.ndarray:
         """Return the row of each id, (n,) int64, -1 where it has none; with `admit` after new ones were admitted."""
-        return self.vocabulary.find_in_training(ids) if admit else self.vocabulary.find(ids)
+        return self.vocabulary.find(ids, admit)
 
     def any_unknown(self, ids: np.ndarray) -> bool:
         """Tell whether one of `ids` (n,) has no row; of several processes, one of those of any."""
@@ -197,8 +197,7 @@ class RankIdOwners(IdOwners):
         rows = np.empty(0, dtype=np.int64)
         try:
             # As one process sees them, in its order and as often.
-            every = np.repeat(asked[:, 0], asked[:, 1])
-            every = vocabulary.find_in_training(every) if admit else vocabulary.find(every)
+            every = vocabulary.find(np.repeat(asked[:, 0], asked[:, 1]), admit)
             rows = every[np.cumsum(asked[:, 1]) - asked[:, 1]]
         except Exception as raised:
             error = raised

@@ -41,9 +41,8 @@ class Option:
     The `memory` is "device", "pinned", "pageable" or "mmap"; or "nn.Embedding" or "nn.Embedding(sparse=True)", as torch trains
     them. `form` is how rows and state are stored, `need` the bytes of each memory, `moved` those that a step reads from the
     tables and writes to them, `reason` why it does not fit ("" where it does), `code` the Python that makes it. Where it does
-    not train with the optimizer that was asked for (`same`), its numbers are others, and it is not recommended. The seconds of
-    a step that were measured are its `trial`; `estimate` is what follows from the figures of the machine (of a "mmap" table
-    that was measured: the disk alone), and `dense_s` are seconds of the rest of the model, as given.
+    not train with the optimizer that was asked for (`same`), its numbers are others, and it is not recommended. `estimate` are
+    the seconds of a step, where they are known, and `dense_s` those of the rest of the model, as given.
     """
 
     memory: str
@@ -53,7 +52,6 @@ class Option:
     reason: str
     code: str
     same: bool = True
-    trial: float | None = None
     estimate: Estimate | None = None
     dense_s: float = 0.0
 
@@ -75,31 +73,25 @@ class Option:
     @property
     def how(self) -> str:
         """Where the time of a step is from: "measured", "estimated", both, or nothing."""
-        parts = [MEASURED] * (self.trial is not None)
-        parts += [ESTIMATED] * (self.estimate is not None and (self.trial is None or self.estimate.disk_s > 0))
-        return " and ".join(parts)
+        if self.estimate is None or not self.estimate.measured_s:
+            return "" if self.estimate is None else ESTIMATED
+        return f"{MEASURED} and {ESTIMATED}" if self.estimate.disk_s else MEASURED
 
     @property
     def step_s(self) -> float | None:
         """Seconds of a step without reading ahead, with the rest of the model as it was given."""
-        if self.trial is not None:
-            disk = 0.0 if self.estimate is None else self.estimate.disk_s
-            return self.trial + disk + self.dense_s
         return None if self.estimate is None else self.estimate.seconds + self.dense_s
 
     @property
     def ahead_s(self) -> float | None:
         """Seconds of a step while the rows of the next are read; None where that was not estimated."""
-        if self.trial is not None or self.estimate is None or not self.is_table:
+        if self.estimate is None or self.estimate.measured_s or not self.is_table:
             return None
         return max(self.estimate.ahead_s, self.estimate.compute_s + self.dense_s)
 
     @property
     def bound(self) -> str:
         """What a step waits for longest: "host", "bus", "copies", "compute" or "disk"; empty where that is not known."""
-        if self.trial is not None:
-            disk = 0.0 if self.estimate is None else self.estimate.disk_s
-            return "disk" if disk > self.trial else ""
         return "" if self.estimate is None else self.estimate.bound
 
     @property

@@ -61,7 +61,7 @@ class Estimate:
     """Seconds of the parts of a step.
 
     `queued`: the host queues its work and goes on, so that its calls and the work of the device overlap. `both_ways_s`: of
-    `up_s`, what one kernel reads while it writes.
+    `up_s`, what one kernel reads while it writes. `measured_s` takes the place of all but the disk where a step was measured.
     """
 
     host_s: float = 0.0
@@ -72,12 +72,13 @@ class Estimate:
     disk_s: float = 0.0
     queued: bool = False
     both_ways_s: float = 0.0
+    measured_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """A step without reading ahead."""
         rest = self.up_s + self.down_s - self.both_ways_s + self.copies_s + self.compute_s + self.disk_s
-        return max(self.host_s, rest) if self.queued else self.host_s + rest
+        return max(self.host_s, rest) if self.queued else self.host_s + rest + self.measured_s
 
     @property
     def ahead_s(self) -> float:
@@ -86,8 +87,8 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """Which part is the longest: "host", "bus", "copies", "compute" or "disk"."""
-        parts = {"host": self.host_s, "bus": self.up_s + self.down_s - self.both_ways_s}
+        """Which part is the longest: "host", "bus", "copies", "compute" or "disk"; "" for what was measured."""
+        parts = {"host": self.host_s, "bus": self.up_s + self.down_s - self.both_ways_s, "": self.measured_s}
         parts |= {name: getattr(self, f"{name}_s") for name in ("copies", "compute", "disk")}
         return max(parts, key=parts.__getitem__)
 
@@ -112,17 +113,13 @@ def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine)
     kind = "frozen" if workload.trainer.make is None else "exact" if is_exact(workload) else "lazy"
     host_s = _host_s(workload, kind, form)
     compute_s = 4 * active / near
-    disk_s = 0.0
-    if memory == MMAP:
-        found = disk_bytes(workload, form, machine)
-        if found and machine.disk_bytes_per_s is None:
-            return None
-        disk_s = found / machine.disk_bytes_per_s if machine.disk_bytes_per_s else 0.0
-    if not gpu:
+    of_disk = disk_bytes(workload, form, machine) if memory == MMAP else 0.0
+    if of_disk and machine.disk_bytes_per_s is None:
+        return None
+    disk_s = of_disk / (machine.disk_bytes_per_s or 1.0)
+    if not gpu or memory == DEVICE:
         # Rows are read from the table and written to it by the same memory that they are computed in.
-        return Estimate(host_s=host_s, compute_s=compute_s + (up + down) / near, disk_s=disk_s)
-    if memory == DEVICE:
-        return Estimate(host_s=host_s, compute_s=compute_s + (up + down) / near, queued=True)
+        return Estimate(host_s=host_s, compute_s=compute_s + (up + down) / near, disk_s=disk_s, queued=gpu)
     if up_rate is None or down_rate is None:
         return None
     if memory == PINNED:

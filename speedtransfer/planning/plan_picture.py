@@ -8,7 +8,7 @@ from typing import Any
 
 from speedtransfer import drawing
 from speedtransfer.errors import format_bytes
-from speedtransfer.planning.configurations import Option
+from speedtransfer.planning.configurations import ESTIMATED, MEASURED, Option
 from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Workload
@@ -35,7 +35,7 @@ def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequenc
     axes = figure.subplots()
     texts = [format_seconds(each.step_s) for each in shown]
     drawing.bars(axes, names, [1e3 * (each.step_s or 0.0) for each in shown], texts, colours)
-    how = "measured here" if any(each.trial is not None for each in shown) else "estimated"
+    how = "measured here" if any(MEASURED in each.how for each in shown) else ESTIMATED
     tables = f"{len(workload.tables)} tables, " if len(workload.tables) > 1 else ""
     about = f"{workload.trainer.name}, {tables}{workload.lookups:,} lookups a step, {machine.device or machine.name}"
     _titled(axes, f"ms of a step of the tables, {how}\n{about}")

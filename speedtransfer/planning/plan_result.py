@@ -15,7 +15,7 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from speedtransfer.errors import check_png, format_bytes
-from speedtransfer.planning.configurations import Option
+from speedtransfer.planning.configurations import ESTIMATED, MEASURED, Option
 from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, SPARSE, Bytes, Form, is_exact, size_of, state_planes
 from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
@@ -241,9 +241,9 @@ def _notes(plan: Plan) -> Iterable[str]:
     hidden = len(plan.options) - len(_shown_options(plan))
     if hidden:
         yield f"{hidden} more in plan.data() and --json; * recommended"
-    if plan.here and any(option.trial is not None for option in plan.options):
+    if plan.here and any(MEASURED in option.how for option in plan.options):
         yield "measured here, on tables that were cut to fewer rows where they are larger; the rest of the model is not in it"
-    if any(option.how == "estimated" for option in plan.options):
+    if any(option.how == ESTIMATED for option in plan.options):
         yield "estimated from the figures of the machine and assumed costs of the host; the rest of the model is not in it"
     yield from plan.machine.notes
 

@@ -180,10 +180,9 @@ def plan_workload(
 
 def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Option]) -> Machine:
     """Return this machine with the rate of its disk, measured if files would not be in the page cache."""
-    files = [option for option in options if option.fits and option.memory == MMAP]
-    if not any(disk_bytes(workload, option.form, machine) for option in files):
-        return machine
-    rate = this_machine(_folder(), rates=("disk",)).disk_bytes_per_s
+    forms = [option.form for option in options if option.fits and option.memory == MMAP]
+    reads = any(disk_bytes(workload, form, machine) for form in forms)
+    rate = this_machine(_folder(), rates=("disk",)).disk_bytes_per_s if reads else None
     if rate is None:
         return machine
     return replace(machine, disk_bytes_per_s=rate, sources={**machine.sources, "disk_bytes_per_s": MEASURED})
@@ -201,8 +200,8 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
             bar.show(number, f"measuring {option.memory}, {option.form}")
             # It is measured in the page cache: what the disk adds is known where its rate is.
             step = estimate_step(workload, option.form, MMAP, machine) if option.memory == MMAP else None
-            disk = None if step is None else Estimate(disk_s=step.disk_s)
-            found[found.index(option)] = replace(option, trial=_trial(option, workload, device), estimate=disk)
+            trial = Estimate(measured_s=_trial(option, workload, device), disk_s=0.0 if step is None else step.disk_s)
+            found[found.index(option)] = replace(option, estimate=trial)
     return found
 
 

@@ -21,7 +21,6 @@ from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read
 from speedtransfer.planning.machine import Machine
 from speedtransfer.system import available_bytes, physical_bytes
 
-_MEASURED = "measured"
 COPY_BYTES = 256 << 20
 _BUDGET_S = 0.3
 _FEWEST = 3
@@ -66,14 +65,14 @@ def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ())
             add(names, lambda: link_bytes_per_s(device), f"the link to {device}")
         if calibrated is not None and calibrated.copy_bytes_per_s > 0:
             figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
-            sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
+            sources["link_up_bytes_per_s"] = "measured by `speedtransfer calibrate`"
     else:
         notes.append(f"no GPU is used: {status.reason}")
     if "host" in rates:
         add("host_bytes_per_s", host_bytes_per_s, "the bandwidth of host memory")
     if "disk" in rates:
         add("disk_bytes_per_s", lambda: disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
-    sources = {name: _MEASURED for name in figures if name != "device"} | sources
+    sources = {name: "measured" for name in figures if name != "device"} | sources
     devices = max(1, len(status.devices)) if status.available else 1
     return Machine("this machine", **figures, devices=devices, sources=sources, notes=tuple(notes))
 

@@ -96,8 +96,7 @@ def sharded_step(
     if training and lookups:
         gradients = sum(each.form.gradient * each.asked_of_others for each in lookups)
         calls += [*_meeting(len(lookups), ranks), ("gradients", gradients)]
-    state = [each.form.state if training else 0 for each in lookups]
-    up = sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True))
+    up = sum((each.form.stored + training * each.form.state) * each.served for each in lookups)
     down = sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0
     return _cost(calls, ranks, up, down)
 

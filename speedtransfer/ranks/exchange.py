@@ -10,7 +10,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -232,23 +232,20 @@ class Exchange:
         """Say who failed to reach the others, and where: the messages of backends name neither."""
         try:
             yield
-        except RuntimeError as error:
-            if not isinstance(error, ProcessGroupError):
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ProcessGroupError(
-                    f"rank {self.rank} of {self.ranks}, process {os.getpid()} on {socket.gethostname()}, could not reach the "
-                    f"others where it {what}: {reason}; one of them has ended (its messages say why), cannot be reached, or "
-                    "took longer than the timeout of the group; start all again from the last checkpoint"
-                ) from error
+        except ProcessGroupError:
             raise
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ProcessGroupError(
+                f"rank {self.rank} of {self.ranks}, process {os.getpid()} on {socket.gethostname()}, could not reach the "
+                f"others where it {what}: {reason}; one of them has ended (its messages say why), cannot be reached, or took "
+                "longer than the timeout of the group; start all again from the last checkpoint"
+            ) from error
 
     def check_same(self, words: Tensor, point: str, about: str) -> None:
         """Raise `DifferenceError`, in all processes, unless all are `about` the same: `words` (ranks,) are checksums."""
         if bool((words != zlib.crc32(about.encode())).any()):
-            self._differ(point, about)
-
-    def _differ(self, point: str, about: str) -> NoReturn:
-        raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
+            raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
 
     def _told(self, text: str) -> str:
         return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(self.texts(text)))
@@ -277,8 +274,7 @@ class Exchange:
             raise ProcessGroupError(
                 f"rank {int(told[:, 0].argmax())} failed where it {point} (its own message says why), so no other went on"
             )
-        if bool((told[:, 1] != told[0, 1]).any()):
-            self._differ(point, about)
+        self.check_same(told[:, 1], point, about)
 
     def move(self, kind: str, segments: Sequence[Segment]) -> list[Tensor]:
         """Send the values of each segment and return those received, each ``(sum of receives, width)``, in rank order.
@@ -308,17 +304,13 @@ class Exchange:
         self._all_to_all(got, sent, f"sends {kind}", sizes[1], sizes[0])
         self._count(kind, sum(sizes[0]) - sizes[0][self.rank])
         got = got.to(device)
-        if len(segments) == 1:
-            return [got.view(segments[0].values.dtype).view(-1, segments[0].values.shape[1])]
-        pieces: list[list[Tensor]] = [[] for _ in segments]
-        start = 0
-        for r in range(self.ranks):
-            for of, s, w in zip(pieces, segments, width, strict=True):
-                of.append(got[start : start + s.receives[r] * w])
-                start += s.receives[r] * w
+        of_segments = [got]
+        if len(segments) > 1:
+            lengths = [s.receives[r] * w for r in range(self.ranks) for s, w in zip(segments, width, strict=True)]
+            pieces = got.split(lengths)
+            of_segments = [torch.cat(pieces[i :: len(segments)]) for i in range(len(segments))]
         return [
-            torch.cat(of).view(s.values.dtype).view(-1, s.values.shape[1])
-            for of, s in zip(pieces, segments, strict=True)
+            part.view(s.values.dtype).view(-1, s.values.shape[1]) for part, s in zip(of_segments, segments, strict=True)
         ]
 
     def gather(self, kind: str, values: Tensor, counts: Sequence[int]) -> Tensor:

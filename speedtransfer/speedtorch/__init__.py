@@ -7,8 +7,6 @@ back. ``.npy`` files of cupy.save and files of torch.save are read.
 New code needs none of this: :class:`speedtransfer.Embedding` moves its rows and their state by itself.
 """
 
-from typing import NoReturn
-
 import torch
 
 from speedtransfer.speedtorch.data import ArrayMatrices, Gadgets, MappedGadgets, Matrices
@@ -36,15 +34,6 @@ __all__ = [
     "PytorchModelFactory",
     "PytorchOptimizerFactory",
 ]
-
-_ALLOCATORS = ("PMemory", "PMemoryMM", "my_pinned_allocator", "my_pinned_allocatorMM")
-
-
-def __getattr__(name: str) -> NoReturn:
-    if name in _ALLOCATORS:
-        raise AttributeError(f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 # Each class is a role (a variable, the state of an optimizer, data) in a memory. It takes the arguments of its role, and then
 # those of its line with their defaults.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -18,14 +19,10 @@ BITS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.
 
 def dtype_of(datatype: Any, what: str = "datatype") -> torch.dtype:
     """Return the dtype that a name, a NumPy dtype or one of torch's means; raise where no table can hold it."""
-    found = datatype
-    if not isinstance(datatype, torch.dtype):
-        try:
+    found = torch.bfloat16 if isinstance(datatype, str) and datatype == "bfloat16" else datatype
+    if not isinstance(found, torch.dtype):
+        with contextlib.suppress(TypeError):
             found = getattr(torch, np.dtype(datatype).name, None)
-        except TypeError:
-            found = None
-        if datatype == "bfloat16":
-            found = torch.bfloat16
     if not isinstance(found, torch.dtype):
         raise InvalidTypeError(f"{what} is {datatype!r}, not a dtype of a table; pass one such as 'float32'")
     stored_dtype(found)
@@ -111,8 +108,10 @@ def host_array(plane: Tensor) -> np.ndarray:
 
 
 def plain_index(index: Any) -> Any:
-    """Return `index` as a tensor or an array of integers or booleans, if it is one to NumPy or torch; else as it is."""
-    if index is None or index is Ellipsis or isinstance(index, (slice, tuple, Tensor)):
+    """Return `index`, and each part of a tuple, as a tensor or array of integers or booleans, if it is one; else as it is."""
+    if isinstance(index, tuple):
+        return tuple(map(plain_index, index))
+    if index is None or index is Ellipsis or isinstance(index, (slice, Tensor)):
         return index
     if hasattr(index, "__cuda_array_interface__"):
         return from_cuda(index)
@@ -139,9 +138,7 @@ def unreadable(error: TypeError) -> InvalidTypeError:
 
 
 def for_numpy(index: Any) -> Any:
-    """Return `index` with an array of CUDA on the host."""
-    if hasattr(index, "__cuda_array_interface__") and not isinstance(index, Tensor):
-        index = from_cuda(index)
+    """Return an index as NumPy takes it."""
     return index.detach().cpu().numpy() if isinstance(index, Tensor) else index
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.speedtorch.arrays import dtype_of, names_rows, plain_index, stored_as, tensor_from
-from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.speedtorch.rows import Column, Rows, broadcast
 from speedtransfer.speedtorch.storage import OneArray, Storage, read_npy
 from speedtransfer.tables import PathLike, Table
 
@@ -43,7 +43,7 @@ class IndexedData(Storage):
             rows.put("weight", indexes, dataObject)
             return
         index = rows.index(indexes)
-        rows.write(index, {"weight": rows.broadcast("weight", dataObject, index.shape)})
+        rows.write(index, {"weight": broadcast(dataObject, (*index.shape, *rows.columns["weight"].tail))})
 
 
 class Gadgets(IndexedData):

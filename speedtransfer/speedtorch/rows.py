@@ -132,15 +132,11 @@ class Rows:
         """Set the values that any index of NumPy's names; of one named twice the last value stays."""
         self.table.check_writable()
         plane, places = self.table.plane(name).view(-1), self._places(name, index)
-        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(places.shape)), "dataObject")
+        values = stored_as(self.columns[name].dtype, broadcast(value, tuple(places.shape)), "dataObject")
         found = unique_rows(places.reshape(-1))
         values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
         plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
         wait_until_filled(plane)
-
-    def broadcast(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return `value` in the shape of the rows of an index of `shape`."""
-        return _broadcast(value, (*shape, *self.columns[name].tail))
 
     def _given(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
         what, column = f"rows for {name!r}", self.columns[name]
@@ -188,7 +184,8 @@ def last_places(inverse: Tensor, count: int) -> Tensor:
     return order.new_zeros(count).scatter_reduce_(0, inverse, order, "amax", include_self=False)
 
 
-def _broadcast(value: Any, shape: tuple[int, ...]) -> Tensor:
+def broadcast(value: Any, shape: tuple[int, ...]) -> Tensor:
+    """Return `value` in a shape."""
     tensor = tensor_from(value, "dataObject")
     try:
         return tensor.broadcast_to(shape)

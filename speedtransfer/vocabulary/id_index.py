@@ -9,7 +9,6 @@ import numpy as np
 from speedtransfer.buffers import anonymous
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.jit import compiled_module, run_on_threads
-from speedtransfer.vocabulary.mixing import checked
 
 COMPILED = "speedtransfer.vocabulary.numba_index"
 _SMALLEST = 64  # slots
@@ -75,7 +74,7 @@ class IdIndex:
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the row of each id (n,) int64, -1 where it has none."""
-        ids = checked(ids, "ids")
+        ids = np.ascontiguousarray(ids)
         rows = np.empty(len(ids), np.int64)
         part = self._compiled.find, (self._slots, self._old, self._moved, *self._hash, ids, rows)
         # A look-up waits for one cache line.
@@ -87,7 +86,7 @@ class IdIndex:
 
         If one is repeated or has a row already it raises, and those before it are there.
         """
-        ids, rows = checked(ids, "ids"), checked(rows, "rows")
+        ids, rows = np.ascontiguousarray(ids), np.ascontiguousarray(rows)
         self.reserve(self._count + len(ids))
         self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
         self._count += (done := self._change("insert", ids, rows))
@@ -96,7 +95,7 @@ class IdIndex:
 
     def remove(self, ids: np.ndarray) -> None:
         """Remove ids (n,) int64. If one is repeated or has no row it raises, and those before it are gone."""
-        ids = checked(ids, "ids")
+        ids = np.ascontiguousarray(ids)
         self._count -= (done := self._change("remove", ids))
         if done < len(ids):
             raise InvalidValueError(
@@ -130,7 +129,6 @@ def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nda
     Returned are the distinct ones in order of first appearance and how often each occurs, (u,) int64; where one of them stands
     in `ids`, ascending, and its number, (p,) int64.
     """
-    ids, rows = checked(ids, "ids"), checked(rows, "rows")
     positions = np.flatnonzero(rows == -1)
     unknown, counts, numbers = (np.empty(len(positions), np.int64) for _ in range(3))
     table = _table_for(len(positions))

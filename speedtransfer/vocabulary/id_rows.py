@@ -13,7 +13,6 @@ from torch import Tensor
 from speedtransfer.jit import compiled_module
 from speedtransfer.tables import Table
 from speedtransfer.vocabulary.id_index import COMPILED, IdIndex
-from speedtransfer.vocabulary.mixing import checked
 from speedtransfer.vocabulary.policies import Eviction
 
 # The reserved rows at the start of the table: what unseen ids read, and that of padding, if there is one.
@@ -137,7 +136,7 @@ class IdRows:
         Their counts become ``count * decay ** (now - last use)``, then `uses` is added for each time that a row is there.
         """
         counts = _NO_COUNTS if self.counts is None else self.counts
-        compiled_module(COMPILED).touch(checked(rows, "rows"), now, self.last_use, counts, float(decay), uses)
+        compiled_module(COMPILED).touch(np.ascontiguousarray(rows), now, self.last_use, counts, float(decay), uses)
 
     def release(self, rows: np.ndarray) -> None:
         """Let `rows` (n,), distinct, have no id any more."""

@@ -36,21 +36,12 @@ def _array_of(ids: Any) -> np.ndarray:
     """Return a sequence of ints as an int64 array, with the bits of those from 2**63 on."""
     try:
         array = np.asarray(ids)
-        if array.size == 0 and not isinstance(ids, np.ndarray):
-            return array.astype(np.int64)
-        if array.dtype.kind in "fO" and not isinstance(ids, np.ndarray):
-            # NumPy makes float64 of [-1, 2**63].
-            array = np.asarray(ids, dtype=object)
     except ValueError:
         raise InvalidValueError("ids is a ragged sequence but needs one shape; pad it or pass one flat list") from None
-    if array.dtype.kind == "O":
-        return _of_python_ints(array)
     if array.dtype.kind not in "iu":
-        raise InvalidTypeError(
-            f"ids has dtype {array.dtype} but ids are integers of 64 bits; pass integers, or st.hash_ids(strings)"
-        )
-    same_bits = array.view(np.int64) if array.dtype == np.uint64 else array.astype(np.int64)
-    return same_bits if same_bits.flags.writeable and same_bits.flags.c_contiguous else same_bits.copy()
+        # NumPy makes float64 of [-1, 2**63], and of [].
+        return _of_python_ints(np.asarray(ids, dtype=object))
+    return array.astype(np.int64, order="C")
 
 
 def _of_python_ints(array: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number
 from speedtransfer.jit import compiled_module, run_on_threads
-from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
+from speedtransfer.vocabulary.mixing import GOLDEN, mix64
 
 Initial = tuple[str, float, float] | float
 
@@ -33,13 +33,9 @@ def check_initial(initial: Any) -> Initial:
     """Return `initial`, ("normal", mean, std), ("uniform", low, high) or a number, with floats; raise for anything else."""
     if isinstance(initial, numbers.Real):
         return check_number(initial, "initial", -math.inf)
-    if not isinstance(initial, (tuple, list)):
-        raise InvalidTypeError(
-            f"initial is {initial!r} ({type(initial).__name__}) but must be a number or a tuple; "
-            'pass ("normal", mean, std), ("uniform", low, high) or a number'
-        )
-    if len(initial) != 3 or initial[0] not in KINDS[1:]:
-        raise InvalidValueError(
+    is_tuple = isinstance(initial, (tuple, list))
+    if not is_tuple or len(initial) != 3 or initial[0] not in KINDS[1:]:
+        raise (InvalidValueError if is_tuple else InvalidTypeError)(
             f'initial is {initial!r} but must be ("normal", mean, std), ("uniform", low, high) or a number; pass one of these'
         )
     kind, *given = initial
@@ -109,7 +105,7 @@ def stream_key(seed: int) -> np.ndarray:
 def stream_starts(ids: np.ndarray, seed: int) -> np.ndarray:
     """Return where each id's random words begin, uint64 (n,): that of column j is ``mix64(start + (j + 1) * GOLDEN)``."""
     key = stream_key(seed)
-    return mix64(mix64(checked(ids, "ids").view(np.uint64) ^ key) + key)
+    return mix64(mix64(np.ascontiguousarray(ids).view(np.uint64) ^ key) + key)
 
 
 def _rounded(values: np.ndarray, dtype: torch.dtype) -> Tensor:

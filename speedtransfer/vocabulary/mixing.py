@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: multiples of it are spread evenly
 _FIRST, _SECOND = np.uint64(0x3C79AC492BA7B653), np.uint64(0x1C69B3F74AC4AE35)  # Pelle Evensen's "moremur"
 _27, _33 = np.uint64(27), np.uint64(33)
@@ -23,17 +21,6 @@ def mix64(x: Any) -> Any:
     x = x ^ (x >> _33)
     x = x * _SECOND
     return x ^ (x >> _27)
-
-
-def checked(numbers: np.ndarray, name: str) -> np.ndarray:
-    """Return a contiguous array of the same int64 numbers; uint64 ids are those with the same bits. It raises for others."""
-    if numbers.dtype == np.uint64:
-        numbers = numbers.view(np.int64)
-    if numbers.dtype != np.int64:
-        raise InvalidTypeError(f"{name} has dtype {numbers.dtype} but must be int64; pass {name}.astype(np.int64)")
-    if numbers.ndim != 1:
-        raise InvalidValueError(f"{name} has shape {numbers.shape} but must have one dimension; pass {name}.ravel()")
-    return np.ascontiguousarray(numbers)
 
 
 def owners_of(ids: np.ndarray, ranks: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
 from speedtransfer.units import parse_bytes
-from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
+from speedtransfer.vocabulary.mixing import GOLDEN, mix64
 
 # Takes ids, last use and number of uses of some rows, (n,) arrays, and returns which may go (bool), or scores of which the
 # lowest go first.
@@ -73,7 +73,7 @@ class Admission:
         """Add `counts` (n,), not negative, to the sightings of distinct ids (n,) int64; return their estimates (n,) int64."""
         assert self.counters is not None
         # All ids at once, from the counters as they were: no order among them, and still at least the count of each.
-        words = checked(ids, "ids").view(np.uint64)
+        words = np.ascontiguousarray(ids).view(np.uint64)
         half, width = np.uint64(32), np.uint64(self.counters.shape[1])
         # The upper half of a random word, times the width, over 2**32: even over the width, and no division.
         places = [((mix64(words ^ seed) >> half) * width >> half).view(np.int64) for seed in self._seeds]
@@ -122,13 +122,10 @@ def check_admit(admit: Any) -> Admit:
     """Return a valid `admit`; raise for anything else."""
     if isinstance(admit, str):
         return check_choice(admit, "admit", ["always"])
-    if isinstance(admit, bool) or not isinstance(admit, numbers.Integral):
-        raise InvalidTypeError(f"admit is {admit!r} but must be 'always' or an int (sightings); pass one of them")
-    if not 1 <= int(admit) < 2**32:
-        raise InvalidValueError(
-            f"admit is {admit!r} but must be from 1 to 2**32 - 1, a number of sightings; pass fewer"
-        )
-    return int(admit)
+    sightings = _whole(admit, "admit", "'always' or an int (sightings)")
+    if sightings >= 2**32:
+        raise InvalidValueError(f"admit is {sightings} but must be below 2**32; pass fewer sightings")
+    return sightings
 
 
 def check_evict(evict: Any) -> Evict:
@@ -137,13 +134,14 @@ def check_evict(evict: Any) -> Evict:
         return evict
     if isinstance(evict, str):
         return check_choice(evict, "evict", ["lru", "lfu"])
-    if isinstance(evict, bool) or not isinstance(evict, numbers.Integral):
-        raise InvalidTypeError(
-            f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps) or a callable; pass one of them"
-        )
-    if evict < 1:
-        raise InvalidValueError(f"evict is {evict!r} but a time to live must be positive; pass more steps")
-    return int(evict)
+    return _whole(evict, "evict", "None, 'lru', 'lfu', an int (steps) or a callable")
+
+
+def _whole(value: Any, name: str, what: str) -> int:
+    """Return a number from 1 on; InvalidTypeError says `what` it may be."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InvalidTypeError(f"{name} is {value!r} but must be {what}; pass one of them")
+    return check_size(value, name, 1)
 
 
 def check_seed(seed: Any) -> int:
@@ -165,11 +163,7 @@ def check_max_capacity(limit: Any) -> MaxCapacity:
     if isinstance(limit, str):
         bytes_of(limit)
         return limit
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
-        raise InvalidTypeError(
-            f"max_capacity is {limit!r} but must be a number of ids, bytes such as '48 GB', or math.inf; pass one of them"
-        )
-    return check_size(limit, "max_capacity", 1)
+    return _whole(limit, "max_capacity", "a number of ids, bytes such as '48 GB', or math.inf")
 
 
 def bytes_of(text: str) -> int:

@@ -34,29 +34,24 @@ class Room(Owned):
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
-    def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id (n,) int64, -1 where it has none. Nothing changes."""
-        live, owner = self._bound()
-        with owner.rows.lock:
-            rows = live.index.find(ids)
-            if not live.table.writable:
-                # The process that this one was forked from may have given rows to other ids since.
-                rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
-            self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
-        return rows
+    def find(self, ids: np.ndarray, admit: bool = False) -> np.ndarray:
+        """Return the row of each id (n,) int64, -1 where it has none; with `admit` after new ones were admitted.
 
-    def find_in_training(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id (n,) int64, -1 where it has none, after new ones were admitted; all count as used now.
-
-        HostMemoryError: there is no row for an id that is to be admitted, and none may be taken from another; nothing changes.
+        All count as used now then; else nothing changes. HostMemoryError: an id is to be admitted, but there is no row for it,
+        and none may be taken from another; nothing changes.
         """
         live, owner = self._bound()
         with owner.rows.lock:
-            live.table.check_writable()
+            if admit:
+                live.table.check_writable()
             rows = live.index.find(ids)
-            if len(rows) and rows.min() < 0:
-                self._admit(ids, rows)
-            live.touch(rows, self.clock, self._eviction.decay)
+            if admit:
+                if len(rows) and rows.min() < 0:
+                    self._admit(ids, rows)
+                live.touch(rows, self.clock, self._eviction.decay)
+            elif not live.table.writable:
+                # The process that this one was forked from may have given rows to other ids since.
+                rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
             self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
         return rows
 

@@ -72,14 +72,14 @@ def _predict(
     n, loss = 0, 0.0
     for at in range(words):
         for _ in range(counts[at]):
-            slopes[0, n] = lanes.score(vectors, at, context_rows, predicted[n])
+            slopes[0, n] = -lanes.score(vectors, at, context_rows, predicted[n])
             n += 1
     if with_loss:
         for j in range(n):
-            loss += weights[0, j] * _loss(slopes[0, j])
+            loss += weights[0, j] * _loss(-slopes[0, j])
     for j in range(0, n, WIDTH):
         height = lanes.mul_add(lanes.load(weights, 0, j), lanes.fill(rate), lanes.fill(rate - rate))
-        lanes.store(slopes, 0, j, lanes.sigmoid(lanes.negative(lanes.load(slopes, 0, j)), height))
+        lanes.store(slopes, 0, j, lanes.sigmoid(lanes.load(slopes, 0, j), height))
     n = 0
     for at in range(words):
         lanes.weighted_sum(moves, at, True, slopes, context_rows, predicted, n, n + counts[at])
@@ -97,7 +97,9 @@ def _meet_noise(
     `served` is what the predictions of each word count.
     """
     loss = 0.0
-    lanes.set_columns(by_column, vectors)
+    for d in range(len(by_column)):
+        for at in range(WIDTH):
+            by_column[d, at] = vectors[at, d]
     lanes.add_products(slopes, True, noise, by_column, len(by_column))
     for at in range(WIDTH):
         weights[0, at] = negatives * served[at] / num_draws if at < words else 0  # negatives that a draw stands for

@@ -202,8 +202,10 @@ def write_binary(path: Path, stored: Stored) -> None:
     check_words(words, path)
     with replace_file(path) as file:
         file.write(f"{len(words)} {matrix.shape[1]}\n".encode())
-        for word, row in zip(words, matrix, strict=True):
-            file.write(b"%b %b\n" % (word.encode(), row.astype("<f4", copy=False).tobytes()))
+        for start in range(0, len(words), ROWS_AT_ONCE):
+            some = slice(start, start + ROWS_AT_ONCE)
+            for word, row in zip(words[some], matrix[some].astype("<f4", copy=False), strict=True):
+                file.write(b"%b %b\n" % (word.encode(), row.tobytes()))
 
 
 def read_binary(path: Path, max_words: int | None = None) -> Stored:

@@ -106,12 +106,6 @@ def add(typing: Any, a: Any, b: Any) -> tuple[Any, _Code]:
 
 
 @intrinsic
-def negative(typing: Any, a: Any) -> tuple[Any, _Code]:
-    """Return -a."""
-    return a(a), lambda context, builder, signature, args: builder.fneg(*args)
-
-
-@intrinsic
 def total(typing: Any, a: Any) -> tuple[Any, _Code]:
     """Return the sum of the numbers of `a`."""
 
@@ -245,14 +239,6 @@ def weighted_sum(
         for j in range(first, last):
             s0 = mul_add(fill(weights[0, j]), load(rows, chosen[j], d), s0)
         store(into, n, d, s0)
-
-
-@compile_inlined
-def set_columns(by_column: np.ndarray, rows: np.ndarray) -> None:
-    """Set `by_column` (dim, WIDTH) to the first numbers of each of `WIDTH` rows, transposed."""
-    for d in range(len(by_column)):
-        for n in range(WIDTH):
-            by_column[d, n] = rows[n, d]
 
 
 @compile_inlined

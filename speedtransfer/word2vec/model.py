@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import Exchange, exchange_of
 from speedtransfer.tables import PathLike, row_chunks
@@ -33,8 +33,7 @@ class Word2Vec(nn.Module):
 
     Parameters
     ----------
-    vocabulary : Vocabulary, sequence of str, or int
-        The words, or only how many there are: enough for training where `buckets` is 0.
+    vocabulary : Vocabulary or sequence of str
     settings : Settings
         The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; the others as zeros.
     process_group : ProcessGroup, optional
@@ -51,20 +50,14 @@ class Word2Vec(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: Vocabulary | Sequence[str] | int, settings: Settings | None = None, process_group: Any = None
+        self, vocabulary: Vocabulary | Sequence[str], settings: Settings | None = None, process_group: Any = None
     ) -> None:
         super().__init__()
         settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
-        words: Any = vocabulary.words if isinstance(vocabulary, Vocabulary) else vocabulary
-        buckets = settings.buckets
-        are_known = isinstance(words, Sequence) and not isinstance(words, str)
-        self.num_words = check_size(len(words) if are_known else words, "vocabulary", 1)
-        if buckets and not are_known:
-            raise InvalidTypeError(
-                f"vocabulary is {words} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
-            )
-        self.subwords = Subwords(list(words), buckets, settings.min_n, settings.max_n) if buckets else None
+        words, buckets = vocabulary.words if isinstance(vocabulary, Vocabulary) else vocabulary, settings.buckets
+        self.num_words = check_size(len(words), "vocabulary", 1)
+        self.subwords = Subwords(words, buckets, settings.min_n, settings.max_n) if buckets else None
         generator = torch.Generator().manual_seed(settings.seed)
         self._path, self._group = settings.path, process_group
         check_no_tables(settings.path)
@@ -193,10 +186,6 @@ class SharedVectors:
         start, stop, _ = words.indices(self.shape[0])
         self._exchange.agree("reads all rows", [stop])
         return self._model.some_vectors(start, stop).numpy()
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for start in range(0, self.shape[0], _WORDS_AT_ONCE):
-            yield from self[start : start + _WORDS_AT_ONCE]
 
     def end(self) -> None:
         """Let the others go."""

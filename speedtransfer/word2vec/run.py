@@ -179,8 +179,6 @@ def train(
     evaluate: PathLike | Sequence[PathLike] = (),
     evaluate_every: float = 1.0,
     progress: bool = True,
-    min_count: int = Settings.min_count,
-    max_words: int | None = Settings.max_words,
     **settings: Any,
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
@@ -218,8 +216,7 @@ def train(
     Vectors
         Words from the most frequent on.
     """
-    named = {"dim": dim, "optimizer": optimizer, "lr": lr, "min_count": min_count, "max_words": max_words}
-    chosen = settings_of(SETTINGS, settings, **named)
+    chosen = settings_of(SETTINGS, settings, dim=dim, optimizer=optimizer, lr=lr)
     sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
     if not isinstance(sets, Sequence):
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")

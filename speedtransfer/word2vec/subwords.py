@@ -85,7 +85,7 @@ class Subwords:
     Those of word i are ``rows[offsets[i] : offsets[i + 1]]``; `rows` is int32, or int64 where the table has 2**31 or more.
     """
 
-    def __init__(self, words: list[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
+    def __init__(self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
         self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
         num_words = len(words)
         offsets = np.zeros(num_words + 1, dtype=np.int64)

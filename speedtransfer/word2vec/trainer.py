@@ -112,7 +112,6 @@ class Trainer:
         if self.processes > 1:
             self._first_lr, options = options_apart(settings.optimizer, self._first_lr, options)
         self.optimizer = make_optimizer(settings.optimizer, parameters, self._first_lr, options)
-        self._eps = self.optimizer.defaults.get("eps")
         self.step = 0
         # The blocks that this process trains on, of all that are drawn from its corpus.
         num_blocks = self.epochs * len(self.sampler)
@@ -284,9 +283,6 @@ class Trainer:
             raise ValueError(f"step {self.step} of {self.num_steps}")
         self._losses = Losses(int(state["losses"][0]), float(state["losses"][1]))
         self._has_learned = state["has_learned"]
-        if self._eps is not None and (eps := self.optimizer.param_groups[0]["eps"]) != self._eps:
-            # That of a run of several processes from before `options_apart`, which goes on as it began.
-            self._first_lr, self._eps = self._first_lr * (eps / self._eps), eps
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too
         self._moved_before = tuple(state["moved_bytes"])

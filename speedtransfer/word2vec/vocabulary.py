@@ -106,12 +106,12 @@ class Vocabulary:
         """Return the share of all occurrences that subsampling keeps."""
         return float((self.counts * self.keep_probability(sample)).sum()) / max(self.num_words, 1)
 
-    def noise(self, power: float = 0.75) -> np.ndarray:
-        """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
+    def noise(self) -> np.ndarray:
+        """Return the probability of each word as a negative example: float64, shape (len(self),).
 
-        The power is that of Mikolov et al. 2013 (section 2.2). float64, shape (len(self),).
+        It is ``count**0.75`` over the sum of them (Mikolov et al. 2013, section 2.2).
         """
-        weight: np.ndarray = self.counts.astype(np.float64) ** power
+        weight: np.ndarray = self.counts.astype(np.float64) ** 0.75
         return weight / weight.sum()
 
     def save(self, path: str | os.PathLike[str]) -> None:
