@@ -76,7 +76,9 @@ class Run:
     def steps(self, *seeds: int) -> Run:
         for seed in seeds:
             ids = torch.randint(ROWS, (300,), generator=torch.Generator().manual_seed(seed))
-            take_step(self.opt, sum((net(ids % 50).square().sum() for name, net in self.net.items() if name != "d"), 0.0))
+            take_step(
+                self.opt, sum((net(ids % 50).square().sum() for name, net in self.net.items() if name != "d"), 0.0)
+            )
         return self
 
     def values(self) -> list[torch.Tensor]:
@@ -122,7 +124,7 @@ def test_one_that_fails_half_way_leaves_the_one_before(shared: Played | None, tm
     run = Run(tmp_path).steps(1)
     st.save_checkpoint(tmp_path / "saved", run.net, run.opt, extra=1)
     shared.most = len(shared.calls) + 3
-    with pytest.raises(StorageError, match="cannot save to .*shares no bytes"):
+    with pytest.raises(StorageError, match=r"cannot save to .*shares no bytes"):
         st.save_checkpoint(tmp_path / "saved", run.steps(2).net, run.opt, extra=2)
     assert st.load_checkpoint(tmp_path / "saved", Run(None).net) == 1
 

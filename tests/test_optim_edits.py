@@ -402,3 +402,106 @@ def test_state_that_no_factor_describes() -> None:
 def test_a_second_average_that_forgets_fast_after_long() -> None:
     """What steps add to a row becomes negligible, and matters again: each divides by less than the one before."""
     check("Adam", {"eps": 1e-30}, {330: {"betas": (0.9, 0.01)}}, 360)
+
+
+# --- of two tables ----------------------------------------------------------------------------------------------------
+
+Program = Callable[[Any], list[Tensor]]
+
+
+def two(kind: Any, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, optim.Optimizer, Callable[..., None]]:
+    """Return two modules with an optimizer, and what steps with rows `k` and `k + 1` of them."""
+    torch.manual_seed(0)
+    a, b = (kind(6, 2, dtype=dtype) for _ in range(2))
+    opt = optim.Adam([a.weight, b.weight], lr=0.1)
+
+    def steps(*rows: int) -> None:
+        for k in rows:
+            take_step(opt, a(torch.tensor([k])).square().sum() + b(torch.tensor([k + 1])).square().sum())
+
+    steps(0, 1, 2)
+    return a, b, opt, steps
+
+
+def state_exchanged(kind: Any) -> list[Tensor]:
+    a, b, opt, steps = two(kind)
+    opt.state[a.weight], opt.state[b.weight] = opt.state[b.weight], opt.state[a.weight]
+    steps(0, 3)
+    x, y = opt.state[a.weight], opt.state[b.weight]
+    x["exp_avg"], y["exp_avg"] = y["exp_avg"], x["exp_avg"]
+    steps(1, 2)
+    return [a.weight, b.weight]
+
+
+def state_kept_over_a_load(kind: Any) -> list[Tensor]:
+    a, b, opt, steps = two(kind)
+    before = copy.deepcopy(opt.state_dict())
+    steps(4)
+    kept = opt.state[a.weight]["exp_avg"]
+    opt.load_state_dict(before)
+    steps(3)
+    seen = kept.clone()
+    kept.zero_()
+    steps(3)
+    return [seen, a.weight, b.weight]
+
+
+def gradient_of_another(kind: Any) -> list[Tensor]:
+    """As asynchronous actor-critics have it: the shared model has the gradient of a local one, once for all."""
+    local, shared, _, _ = two(kind)
+    shared.weight.grad, opt = None, optim.SGD([shared.weight], lr=0.1, momentum=0.9)
+    for k in range(4):
+        local.load_state_dict(shared.state_dict())
+        local.zero_grad(set_to_none=False)
+        local(torch.tensor([k, k + 1])).square().sum().backward()
+        if shared.weight.grad is None:
+            shared.weight.grad = local.weight.grad
+        opt.step()
+    return [shared.weight]
+
+
+def memory_of_another(kind: Any) -> list[Tensor]:
+    a, _, _, _ = two(kind)
+    b = kind.from_pretrained(a.weight.detach(), freeze=False)
+    opts, seen = [optim.SGD([each.weight], lr=0.1, momentum=0.9) for each in (a, b)], []
+    for k in range(4):
+        take_step(opts[1], b(torch.tensor([k])).square().sum())
+        seen.append(a(torch.arange(6)))
+        if k > 1:
+            take_step(opts[0], a(torch.tensor([5 - k])).square().sum())
+    return [*seen, a.weight, b.weight]
+
+
+@pytest.mark.parametrize("program", [state_exchanged, state_kept_over_a_load, gradient_of_another, memory_of_another])
+def test_of_two_tables(program: Program) -> None:
+    for ours, theirs in zip(program(st.Embedding), program(nn.Embedding), strict=True):
+        torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=0, atol=1e-7)
+
+
+def test_two_tables_in_one_memory_are_not_trained_by_one_optimizer() -> None:
+    rows = torch.ones(6, 2)
+    a, b = (st.Embedding.from_pretrained(part, freeze=False) for part in (rows[:4], rows[2:]))
+    opt = optim.SGD([a.weight, b.weight], lr=0.1)
+    with pytest.raises(OptimizerError, match=r"in the memory of .*, and the step of the one would overwrite"):
+        take_step(opt, a(torch.tensor([0])).sum() + b(torch.tensor([0])).sum())
+    assert torch.equal(rows, torch.ones(6, 2))
+
+
+@pytest.mark.parametrize("options", [{"cache_rows": 3}, {"state_dtype": torch.uint8}], ids=str)
+def test_placeholders_say_what_they_are(options: dict[str, Any]) -> None:
+    a, b, opt, steps = two(functools.partial(st.Embedding, **options, idle="lazy"), torch.float32)
+    held = opt.state[a.weight]["exp_avg"]
+    uses: list[Callable[[], Any]] = [
+        lambda: setattr(held, "data", torch.ones(6, 2)),
+        lambda: held.__setitem__(2, 0.0),
+        lambda: held * 2,
+        lambda: torch.zeros_like(held),
+        lambda: torch._foreach_mul_([held], 2.0),
+    ]
+    for use in uses:
+        with pytest.raises(OptimizerError, match=r"optimizer.state has a placeholder .* has the values"):
+            use()
+    assert len(held) == 6
+    opt.state[b.weight], opt.state[a.weight] = opt.state[a.weight], opt.state[b.weight]
+    with pytest.raises(OptimizerError, match=r"take state_dict\(\) before"):
+        steps(0)

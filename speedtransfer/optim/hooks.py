@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
@@ -31,6 +31,7 @@ from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import Findings, Known, leaves_idle_rows, one_step, probe_optimizer
 from speedtransfer.optim.state import RowState
+from speedtransfer.tables import have_same_rows, overlap
 
 
 def guarding_steps(hooking: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,21 +241,18 @@ def _check_once(optimizer: Optimizer, handles: list[Handle]) -> None:
         )
 
 
-def _bytes_of(tensor: Tensor) -> range:
-    """Return the addresses from the first value of a tensor to its last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
-
-
 def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
-    """Raise if an ordinary parameter has the memory of the table: the step of the one would overwrite that of the other."""
-    rows = _bytes_of(handle.table.stored("weight"))
+    """Raise if another parameter has the memory of the table: the step of the one would overwrite that of the other."""
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if type(param) is not nn.Parameter or not param.requires_grad or find_handle(param) is not None:
+            other = find_handle(param)
+            if other is handle or not param.requires_grad or (other is None and type(param) is not nn.Parameter):
                 continue
-            own = _bytes_of(param)
-            if own.start < rows.stop and rows.start < own.stop:
+            if (
+                overlap(param, handle.table.stored("weight"))
+                if other is None
+                else have_same_rows(handle.table, other.table)
+            ):
                 raise OptimizerError(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} in the memory of {handle}, and "
                     "the step of the one would overwrite that of the other; share the parameter itself (head.weight = "

@@ -72,6 +72,8 @@ class PendingGradient:
         self.touched: Tensor | None = None
         # A dense gradient that was assigned to the weight: the caller may go on writing to it.
         self.assigned: Tensor | None = None
+        # The gradient of another table, which was assigned: it may go on changing.
+        self._followed: RowGradient | None = None
         # What every RowGradient of this table calls when it changes.
         self._told = functools.partial(_tell, weakref.ref(self))
         # The RowGradient that ``weight.grad`` has returned last, and what that and its aliases show; whether they will show
@@ -214,7 +216,7 @@ class PendingGradient:
                 self.set_gradient(ids, grad, known)
             else:
                 self._join(union, grad, rows, version, state_rows or {})
-        self._reused, self.capture = False, capture_number() if ids.is_cuda else None
+        self._reused, self.capture, self._followed = False, capture_number() if ids.is_cuda else None, None
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
             shown.set(ids, grad, known)
@@ -328,6 +330,8 @@ class PendingGradient:
             exchange_gradients([handle.owners])
         if self.grad is None:
             return None
+        if self._followed is not None:
+            self._follow()
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
         sparse = handle.sparse and not self.used_whole
@@ -388,6 +392,7 @@ class PendingGradient:
         grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
             self.used_whole = not grad.is_sparse
+            self._followed = grad if isinstance(grad, RowGradient) and grad._changed is not self._told else None
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self.set_gradient(*rows_of(handle, grad))
             # One that was shown before, and kept, goes on showing the gradient.
@@ -403,10 +408,16 @@ class PendingGradient:
                 self.assigned = self.grad if was_assigned else None
         else:
             # The caller may write to this memory before the step, which looks for the active rows.
-            self.assigned, self.used_whole = grad, True
+            self.assigned, self.used_whole, self._followed = grad, True, None
             if handle.features is not None:
                 handle.features.assign(None)
             self.use_assigned()
+
+    def _follow(self) -> None:
+        """Take what the gradient of another table, which was assigned, has become since."""
+        assert self._followed is not None
+        if self._followed.rows is not self.grad:
+            self.set_gradient(*rows_of(self._handle(), self._followed))
 
     def use_assigned(self) -> None:
         """Take every row of the assigned gradient as active until the step, which looks for zeros."""
@@ -452,6 +463,8 @@ class PendingGradient:
         handle = self._handle()
         if self.ids is None:
             return
+        if self._followed is not None:
+            self._follow()
         # A gradient given for all rows is one of rows that are not trained, too.
         given = handle.id_space.come_and_go and (
             self.touched is not None or self.assigned is not None or handle.has_hooks()
@@ -536,7 +549,7 @@ class PendingGradient:
             self._cleared = self.used_whole, self.assigned is not None, self.touched
         self.ids = self.grad = self.active = self.touched = None
         self.known = NOTHING
-        self._reused, self.assigned, self.capture, self._of_graph = False, None, None, False
+        self._reused, self.assigned, self.capture, self._of_graph, self._followed = False, None, None, False, None
         self.state_rows, self.used_whole, self.in_place, self.waiting_since = {}, False, False, None
         self.arriving.clear()
 

@@ -128,6 +128,13 @@ class EncodedPlane:
         """Show nothing from now on: the plane is removed, and another may get its name."""
         self._rows = lambda: None
 
+    def renewed(self) -> EncodedPlane:
+        """Show nothing from now on, and return a placeholder that shows the plane."""
+        rows = self._rows()
+        assert rows is not None
+        self.drop()
+        return EncodedPlane(rows, self._name, self._dtype)
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the values, ``(num_rows, *tail)``."""
@@ -154,6 +161,20 @@ class EncodedPlane:
             "optimizer.state_dict() has the values"
         )
 
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if not attribute.startswith("_"):
+            self.__getattr__(attribute)
+        super().__setattr__(attribute, value)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise PlaceholderError(
+            f"optimizer.state has a placeholder where {func.__name__} needs a tensor; optimizer.state_dict() has the values"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         values = self.decode()
         return values if self._dtype is None else values.clone()
@@ -164,3 +185,14 @@ class EncodedPlane:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, shape={tuple(self.shape)})"
+
+
+def _refuse(operator: str) -> None:
+    setattr(EncodedPlane, operator, lambda self, *operands: self.__getattr__(operator))
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    for _way in ("", "r", "i"):
+        _refuse(f"__{_way}{_name}__")
+for _name in ("__getitem__", "__setitem__", "__iter__", "__neg__", "__lt__", "__gt__"):
+    _refuse(_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, KeysView
 from typing import Any, Protocol
@@ -172,7 +173,11 @@ class StatePlanes:
         owner, placement = self._owner(), self.rows.placement
         fresh = None if owner is None else owner.id_space.fresh_rows()
         for name, value in loaded.items():
-            if value.shape and len(value) in self.rows.grown_from and value.shape[1:] == self._views[name].shape[1:]:
+            if (
+                value.shape
+                and value.shape[0] in self.rows.grown_from
+                and value.shape[1:] == self._views[name].shape[1:]
+            ):
                 # Of before the table got more rows, which begin anew.
                 loaded[name] = self._longer(name, value)
                 continue
@@ -184,6 +189,10 @@ class StatePlanes:
         if not self._fresh:
             in_sight = {name for name, value in loaded.items() if self._is_in_sight(name, value)}
             self._reset([n for n in foreign if n not in loaded or placement is not None or n in in_sight])
+            for name in loaded:
+                # Who has one of before the load does not see what was loaded.
+                if isinstance(self._views[name], EncodedPlane) and _is_held(self._views, name):
+                    self._views[name] = self._views[name].renewed()
         if loaded:
             self.rows.table.wait()
         for name, value in loaded.items():
@@ -207,10 +216,14 @@ class StatePlanes:
         """Tell whether somebody has a view of a plane, say a state dict, which is to keep the state before `value`."""
         table, plane = self.rows.table, self._planes[name]
         # Memory that processes share is made by all of them together.
-        if not self.rows.is_viewable(plane) or not table.open_views.made or table.memory == "shared":
+        if not self.rows.is_viewable(plane) or table.memory == "shared" or isinstance(value, EncodedPlane):
             return False
+        # The state of before, which another parameter has by now perhaps.
+        if isinstance(self._views[name], PlaneView) and _is_held(self._views, name):
+            return True
         stored = table.stored(plane)
-        return value.data_ptr() != stored.data_ptr() and table.open_views.exist({plane: stored})
+        is_it = value.layout == torch.strided and value.data_ptr() == stored.data_ptr()
+        return not is_it and table.open_views.exist({plane: stored})
 
     def _begin_anew(self, name: str, ids: Tensor) -> None:
         """Give the rows `ids` (n,) their initial state."""
@@ -254,6 +267,11 @@ class StatePlanes:
                 "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"
             )
         self._shared |= unknown - self._views.keys()
+
+
+def _is_held(views: dict[str, Any], name: str) -> bool:
+    """Tell whether anybody else has the view `name`: it counts once in `views`, and once as an argument."""
+    return sys.getrefcount(views[name]) > 2
 
 
 def check_shape(name: str, value: Tensor, shape: Iterable[int]) -> None:

@@ -9,6 +9,7 @@ from speedtransfer.tables.placement import Placement
 from speedtransfer.tables.planes import PathLike, check_dtype
 from speedtransfer.tables.records import check_layout
 from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
+from speedtransfer.tables.same_file import have_same_rows
 from speedtransfer.tables.saving import MEMORIES
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import Table
@@ -35,6 +36,7 @@ __all__ = [
     "check_layout",
     "check_room",
     "copy_plane",
+    "have_same_rows",
     "kept",
     "loading",
     "move_together",

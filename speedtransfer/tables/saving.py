@@ -24,6 +24,7 @@ from speedtransfer.tables.planes import CacheRows, Device, MemoryName, PathLike,
 from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import tensor_of
+from speedtransfer.tables.same_file import see_others_in_memory
 from speedtransfer.tables.shared_caches import check_writable
 
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
@@ -111,6 +112,7 @@ class Saving(Planes):
             place.adopt(tensor)
             made = cls.__new__(cls)._adopt(place, tensor)
             made._planes = {"weight": made.open_views.over_given("weight", tensor)}
+            see_others_in_memory(made)
             return made
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
 
