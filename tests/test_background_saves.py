@@ -17,7 +17,7 @@ import pytest
 import torch
 from cases import take_step
 from delta_cases import CASES, SGD, VOCABULARIES, World
-from in_child import run_child
+from in_child import forks, in_child, run_child
 from safetensors.torch import load_file
 from sweeps import few
 
@@ -198,6 +198,28 @@ def test_rows_go_to_the_disk_where_memory_is_used_up(
     assert len(asked) > 1
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} <= {"saved", "stopped", "net"}
+
+
+@forks
+def test_a_fork_knows_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trained("adamw lazy", tmp_path)
+    trained("adamw lazy", tmp_path).save(tmp_path / "stopped")
+    monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
+    held = Held(monkeypatch, tmp_path / "saved", one)
+    one.steps(1, 2)
+
+    def child() -> str:
+        one.steps(20, 3)
+        WHOLE["load_state_dict"](one)
+        for use in (held.save.wait, held.save.done):
+            with pytest.raises(InvalidValueError, match="of which a fork cannot know how far"):
+                use()
+        return repr(held.save)
+
+    assert f"of process {os.getpid()}" in in_child(child)
+    held.go.set()
+    held.save.wait()
+    assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
 
 
 def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,37 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
 
 
 @forks
+@pytest.mark.parametrize("layout", ["planes", "rows"])
+def test_a_checkpoint_that_is_saved_while_another_thread_trains(layout: Any, tmp_path: Path) -> None:
+    """Its checksums are of what was written, and each row is one of some step."""
+    model = nn.ModuleDict({"emb": st.Embedding(60_000, 16, idle="lazy", layout=layout), "dense": nn.Linear(1000, 1000)})
+    nn.init.zeros_(model["emb"].weight)
+    opt, ended = torch.optim.Adagrad(model.parameters(), lr=0.1), threading.Event()
+
+    def step() -> None:
+        ids = torch.randint(60_000, (4096,))
+        # All values of a row change alike.
+        take_step(opt, model["emb"](ids).sum() + model["dense"].weight.sum())
+
+    def train() -> None:
+        while not ended.is_set():
+            step()
+
+    step()
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(train)
+        try:
+            for number in range(4):
+                st.save_checkpoint(tmp_path / str(number), model, opt)
+        finally:
+            ended.set()
+        training.result()
+    for number in range(4):
+        st.load_checkpoint(tmp_path / str(number), model, opt)
+        rows = model["emb"].weight.detach()
+        assert torch.equal(rows, rows[:, :1].expand_as(rows))
+
+
 def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a while; then the child finds them free."""
     monkeypatch.setattr(once, "_PATIENCE_S", 0.05)

@@ -116,10 +116,12 @@ class BackgroundSave:
         Where to.
     num_bytes : int
         How much will be written.
+
+    A process that is forked meanwhile knows nothing of the save: there the others raise `InvalidValueError`.
     """
 
     def __init__(self, path: str, num_bytes: int, write: Callable[[Callable[[int], None]], None]) -> None:
-        self.path, self.num_bytes = path, num_bytes
+        self.path, self.num_bytes, self._process = path, num_bytes, os.getpid()
         self._state = _State()
         self._thread = threading.Thread(target=self._state.run, args=(write,), name=f"save {path}")
         self._finalizer = weakref.finalize(self, self._state.warn, path)
@@ -127,6 +129,8 @@ class BackgroundSave:
         self._thread.start()
 
     def __repr__(self) -> str:
+        if self._process != os.getpid():
+            return f"BackgroundSave({self.path!r}, of process {self._process})"
         failed = self._state.error is not None
         state = f"{self.progress:.0%}" if not self.done() else "failed" if failed else "saved"
         return f"BackgroundSave({self.path!r}, {state})"
@@ -139,6 +143,7 @@ class BackgroundSave:
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not."""
+        self._check_process()
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -152,12 +157,19 @@ class BackgroundSave:
         TimeoutError
             It goes on after `timeout`.
         """
+        self._check_process()
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path!r} is not saved after {timeout} s ({self.progress:.0%}); wait for longer")
         error, self._state.told = self._state.error, True
         if error is not None:
             raise error
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise InvalidValueError(
+                f"{self.path!r} is saved by process {self._process}, of which a fork cannot know how far that is; ask there"
+            )
 
 
 # Those that may go on, by their absolute path.
@@ -169,6 +181,10 @@ def begin(place: Any, num_bytes: int, write: Callable[[Callable[[int], None]], N
     _wait_at_exit()
     save = _running[_key(place)] = BackgroundSave(str(place), num_bytes, write)
     return save
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)
 
 
 @once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from speedtransfer.optim import Handle, Sharded
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.rows import Rows
-from speedtransfer.tables import row_chunks
+from speedtransfer.tables import read_ahead, row_chunks
 
 # Of the rows of a table that several processes have saved: in the order of `Partition`.
 LAYOUT = {"kind": "interleaved", "buckets": BUCKETS}
@@ -75,10 +76,21 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
         if owners.is_shared:
             size = owners.partition.size(owners.exchange.rank)
             raw = {part: PickedRows(whole, size, owners.own_rows) for part, whole in raw.items()}
-    parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
+    parts = {}
+    for part, values in raw.items():
+        if isinstance(values, Tensor):
+            read, whole = functools.partial(_chunk, values), functools.partial(Tensor.detach, values)
+            values = PickedRows(values, len(values), slice, read, mapped=whole, lock=handle.table.turn)
+        parts[part] = keep(f"{path}:{part}" if part else path, values)
     name, shape = str(dtype).removeprefix("torch."), [handle.num_saved, *tail]
     encoding = handle.rows.encoding(plane)
     return {"$": "rows", "encoding": encoding, "dtype": name, "shape": shape, "parts": parts, **layout}
+
+
+def _chunk(plane: Tensor, rows: slice) -> Tensor:
+    chunk = plane[rows]
+    read_ahead(chunk)
+    return chunk
 
 
 class SavedRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -9,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ class PickedRows:
 
     Start and stop within their `count` become `numbers` of rows, and these rows by `read`, where the tensor is a placeholder;
     for a row it may read more bytes, `row_bytes`, than it returns. All together they may be in a file by the time they are
-    written: `mapped` returns a tensor over it, or None.
+    written: `mapped` returns a tensor over it, or None. Who writes to what is returned holds the `lock`.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class PickedRows:
         read: Callable[[Any], Tensor] | None = None,
         row_bytes: int | None = None,
         mapped: Callable[[], Tensor | None] = lambda: None,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        self.mapped = mapped
+        self.mapped, self.lock = mapped, lock or contextlib.nullcontext()
         self._tensor, self._numbers = tensor, numbers
         self._read = read or (lambda at: bits_of(tensor)[at.to(tensor.device)])
         self.dtype, self.shape = tensor.dtype, torch.Size((count, *tensor.shape[1:]))
@@ -56,7 +59,9 @@ class PickedRows:
     def chunks(self) -> Iterator[Tensor]:
         """Yield the values in order, 16 MB at a time or less, 1-D and on the host."""
         for rows in row_chunks(self.shape[0], self._row_bytes):
-            yield self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1)
+            with self.lock:
+                values = self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1)
+            yield values
 
 
 class TensorPlan:
@@ -134,6 +139,7 @@ class TensorPlan:
         self, file: Any, header: dict[str, Any], shared: dict[str, tuple[Tensor, Origin]]
     ) -> Iterator[tuple[Any, bool]]:
         """Yield all bytes of `file` in order, and whether it has them by then."""
+        copied = np.empty(0, np.uint8)
         yield header_bytes(header, align=BLOCK if shared else ALIGN), False
         for name in header:
             if name in shared:
@@ -147,7 +153,16 @@ class TensorPlan:
             elif name not in self.tensors:
                 yield bytes(header[name]["shape"][0]), False
             else:
-                yield from ((chunk.view(torch.uint8).numpy().data, False) for chunk in read_chunks(self.tensors[name]))
+                tensor = self.tensors[name]
+                lock = tensor.lock if isinstance(tensor, PickedRows) else contextlib.nullcontext()
+                for chunk in read_chunks(tensor):
+                    values = chunk.view(torch.uint8).numpy()
+                    if len(copied) < len(values):
+                        copied = np.empty(len(values), np.uint8)
+                    # Other threads, or processes, may go on writing: what is written is what the checksum is of.
+                    with lock:
+                        np.copyto(copied[: len(values)], values)
+                    yield copied[: len(values)].data, False
 
 
 def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:

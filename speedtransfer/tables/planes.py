@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -301,6 +302,11 @@ class Planes:
             self._snapshot = Snapshot(self, most_bytes, memory, scratch)
             self.watched = True
         return self._snapshot
+
+    @property
+    def turn(self) -> AbstractContextManager[object]:
+        """What whoever writes rows holds meanwhile."""
+        return self._turn
 
     @property
     def has_snapshot(self) -> bool:

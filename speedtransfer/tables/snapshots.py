@@ -6,6 +6,7 @@ import os
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ from speedtransfer.tables.unique import NOTHING, Known
 
 # Longer than the rows of a step take to be written.
 _STEP_S = 2.0
+
+
+_made: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Snapshot:
@@ -55,6 +59,7 @@ class Snapshot:
         self._places = np.zeros(table.num_rows, np.int64 if table.num_rows >= 2**30 else np.int32)
         self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
         self._scratch, self._settled = scratch, False
+        _made.add(self)
 
     @torch.no_grad()
     def keep(self, ids: Tensor, known: Known) -> None:
@@ -198,3 +203,14 @@ class Snapshot:
             self._table._snapshot = None
         self._read.set()
         self._ended.set()
+
+
+def _forget() -> None:
+    # The thread that reads is one of the parent: a child would write what it copies aside to the same file, and wait for ever.
+    for snapshot in list(_made):
+        if snapshot._table._snapshot is snapshot:
+            snapshot._table._snapshot = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
