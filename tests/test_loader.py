@@ -183,3 +183,48 @@ def test_an_iterator_may_be_taken_in_parts(emb):
             if number == 2:
                 break
     assert seen == list(range(10))
+
+
+class Walk:
+    """An iterator with one state, which it returns itself."""
+
+    def __init__(self) -> None:
+        self.state, self.step = {"at": 0}, 1
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        at = self.state["at"]
+        if at >= len(BATCHES):
+            raise StopIteration
+        self.state["at"] = at + self.step
+        return BATCHES[at]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def test_an_iterator_of_its_own_goes_where_it_is_told(emb):
+    loader = st.prefetch(Walk(), lambda ids: {emb: ids})
+    batches = iter(loader)
+    assert [next(batches) is batch for batch in BATCHES[:3]] == [True] * 3
+    assert loader.state_dict() == {"at": 3}
+    loader.load_state_dict({"at": 1})
+    assert next(iter(loader)) is BATCHES[1]
+    loader.load_state_dict({"at": 0})
+    loader.step = 2
+    assert [batch is wanted for batch, wanted in zip(loader, BATCHES[::2], strict=True)] == [True] * 3
+
+
+def test_loaders_draw_their_seeds_in_the_order_of_iter(emb):
+    def drawn(wrap) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        pair = (wrap(DataLoader(IDS, 5, shuffle=True)) for _ in range(2))
+        return [batch for both in zip(*pair, strict=True) for batch in both]
+
+    for found, wanted in zip(drawn(lambda each: st.prefetch(each, lambda ids: {emb: ids})), drawn(iter), strict=True):
+        assert torch.equal(found, wanted)

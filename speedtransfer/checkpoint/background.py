@@ -78,6 +78,10 @@ class SnapshotRows(StoredRows):
             return frozen.table.chunk(name, at)
 
         # Idle rows are caught up with all their planes.
+        if name not in frozen.table.planes:
+            raise InvalidValueError(
+                f"a table got state ({name!r}) from a step of another thread while background=True looked at it; save again"
+            )
         row_bytes = rows.table.nbytes // max(len(stored), 1) if frozen.lag else None
         snapshot: Any = frozen.table
         mapped = (lambda: None) if frozen.lag else (lambda: snapshot.settled(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,9 @@ from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 
 _UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
+
+# Attributes of a `PrefetchLoader`; others are those of its loader.
+_OWN = {"loader", "ids_of", "depth", "_state", "_left"}
 
 Batch = TypeVar("Batch")
 # Keys of a mapping are modules; a type for them would refuse a dict whose keys are of a subclass.
@@ -167,7 +171,11 @@ class PrefetchLoader(Generic[Batch]):
         self._left = deque[_Taken[Batch]]()
 
     def __iter__(self) -> Iterator[Batch]:
-        source, ahead = iter(self.loader), deque[_Taken[Batch]]()
+        # Now, and not with the first batch: it may draw.
+        return self._batches(iter(self.loader))
+
+    def _batches(self, source: Iterator[Batch]) -> Iterator[Batch]:
+        ahead = deque[_Taken[Batch]]()
         if source is self.loader:
             # An iterator, which does not begin anew: who takes a part of it gets the next part later.
             ahead = self._left
@@ -223,6 +231,12 @@ class PrefetchLoader(Generic[Batch]):
             raise AttributeError(name)
         return getattr(self.loader, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
+
     def _loader_state(self) -> Any:
         return None
 
@@ -273,11 +287,13 @@ class StatefulPrefetchLoader(PrefetchLoader[Batch]):
     def load_state_dict(self, state: Any) -> None:
         """Go on, with the next iteration, where `state` says."""
         self._state = None
+        self._left.clear()
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _loader_state(self) -> Any:
         try:
-            return self.loader.state_dict()  # type: ignore[attr-defined]
+            # Which may go on changing as the loader does.
+            return copy.deepcopy(self.loader.state_dict())  # type: ignore[attr-defined]
         except (AttributeError, NotImplementedError):
             # Wrappers (Accelerate) have the method also where what they wrap has no state. Who asks is told by the loader.
             return None

@@ -296,12 +296,15 @@ class Planes:
         `most_bytes`: how much may be copied aside for it. `memory`: what it reads into, by plane. There is one at a time; the
         next waits.
         """
-        self.end_snapshot()
-        self.wait()
-        with self._turn:
-            self._snapshot = Snapshot(self, most_bytes, memory, scratch)
-            self.watched = True
-        return self._snapshot
+        while True:
+            self.end_snapshot()
+            self.wait()
+            with self._turn:
+                # Another thread may have made one meanwhile.
+                if self._snapshot is None:
+                    self._snapshot = Snapshot(self, most_bytes, memory, scratch)
+                    self.watched = True
+                    return self._snapshot
 
     @property
     def turn(self) -> AbstractContextManager[object]:

@@ -95,6 +95,11 @@ class Snapshot:
         """Note that the rows of the last `keep` have been written, and nothing else has changed."""
         self._version = self._table.version
 
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """The names of the planes that there were."""
+        return tuple(self._planes)
+
     def discount(self, before: int, after: int, count: int) -> None:
         """Note that `count` changes, from version `before` to `after`, were none of the rows."""
         if self._version == before and after == before + count:
@@ -190,7 +195,8 @@ class Snapshot:
         if not (self._whole and same and self._table.version == self._version):
             raise StorageError(
                 "the rows of a table were changed by other means than its methods and steps (a write to a view of all of "
-                "them) while they were saved in the background; save again, without background=True where that is needed"
+                "them, state that an optimizer gave them first) while they were saved in the background; save again, without "
+                "background=True where that is needed"
             )
 
     def wait(self) -> None:
