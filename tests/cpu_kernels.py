@@ -11,17 +11,14 @@ import importlib.resources
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from compiled_once import locked
-from torch import Tensor
 
 from speedtransfer.cuda import ARGUMENT_AT
-from speedtransfer.engines.mapped import Argument, pack_plane
 
 # What compares the kernels of a source with torch before they are trusted: small calls of each.
 CHECKS = {
@@ -130,29 +127,6 @@ class CpuKernels:
         assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
 
 
-def pack(
-    planes: Sequence[Tensor],
-    index: Tensor,
-    rows: Sequence[Tensor],
-    fault: np.ndarray | None = None,
-    places: Tensor | None = None,
-    named: Tensor | None = None,
-) -> Any:
-    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it.
-
-    It is looked for in `named` (m,), or in `index`.
-    """
-    words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
-    at = 0 if fault is None else fault.ctypes.data
-    argument = Argument()
-    there = 0 if places is None else places.data_ptr()
-    checked = index if named is None else named
-    return argument.pack(
-        *(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there),
-        *(checked.data_ptr(), len(checked)),
-    )
-
-
 def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
     """Let a module launch kernels on the CPU, in launches of odd sizes; return their names, one for each launch."""
     kernels, made = cpu_kernels(), list[str]()
@@ -166,22 +140,3 @@ def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
 
     monkeypatch.setattr(module, "launch_over", launch)
     return made
-
-
-@contextlib.contextmanager
-def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
-    """Let the mapped engine run the kernels on the CPU."""
-    kernels = cpu_kernels()
-    module = "speedtransfer.engines.mapped"
-
-    def load_kernel(source_name, function_name, device):
-        assert source_name == {"rows": "rows.cu", "converted": "convert.cu"}[function_name.split("_")[1]]
-        return function_name
-
-    def launch(kernel, blocks, threads, argument, stream):
-        kernels.launch(kernel, blocks, threads, argument)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{module}.load_kernel", load_kernel)
-        patch.setattr(f"{module}.launch_kernel", launch)
-        yield kernels

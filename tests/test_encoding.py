@@ -9,9 +9,9 @@ import pytest
 import torch
 from cases import same_values
 from cpu_kernels import cpu_kernels
+from engine_cases import interesting_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernels import interesting_floats
 from torch import Tensor
 
 from speedtransfer.dtypes import SCALE_DTYPES

@@ -1,43 +1,16 @@
-"""Rows converted on the way, by every engine: every half there is, float32 chosen to be hard; and the bits of small forms."""
+"""Rows in small forms have the bits of the CPU. Rows converted on the way: tests/engine_cases.py."""
 
 import math
 
 import pytest
 import torch
-from cases import same_values
-from engine_cases import CONVERSIONS
-from test_kernels import interesting_floats
 
-from gpu.tools import ENGINES, WAYS, store_in
 from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.encoding.rounding import Keys, write_key
 from speedtransfer.encoding.split24 import Split24
-
-
-def hard_values(dtype):
-    """Return every half, or float32 of every sign and exponent with ties and their neighbours, (n, 8)."""
-    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(-1, 8)
-    return interesting_floats() if dtype == torch.float32 else halves.view(dtype)
-
-
-@pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=str)
-@pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
-def test_hard_values(device, tmp_path, memory, name, stored, dense):
-    engine, store, content = ENGINES[name](device), store_in(memory, device, tmp_path), hard_values(stored)
-    index, there = torch.randperm(len(content)), content.to(device)
-    rows = torch.ones(content.shape, dtype=dense, device=device)
-    engine.gather([store(content)], index.to(device), [rows])
-    same_values(rows, content[index].to(dense))
-    plane = store(torch.ones(content.shape, dtype=dense))
-    engine.scatter([plane], index.to(device), [there])
-    engine.wait()
-    same_values(plane.cpu()[index], content.to(dense))
-
-
-# --- small forms: the bits of the CPU -----------------------------------------------------------------------------------
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
 CODECS += [Split24(100), Split24(131)]
