@@ -31,18 +31,6 @@ def empty(num_floats=LARGE):
     return buffers.empty((num_floats,), torch.float32, CPU)
 
 
-# --- used again -------------------------------------------------------------------------------------------------------
-
-
-def test_memory_comes_back():
-    tensors = [empty().fill_(i) for i in range(5)]
-    addresses = {t.data_ptr() for t in tensors}
-    assert len(addresses) == 5
-    assert [t[-1].item() for t in tensors] == [0, 1, 2, 3, 4]
-    del tensors
-    assert {t.data_ptr() for t in [empty() for _ in range(5)]} == addresses
-
-
 # --- never while somebody sees it -------------------------------------------------------------------------------------
 
 VIEWS = {
