@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from speedtransfer.benchmark import commands
 from speedtransfer.benchmark.measure import EFFORT, SUITES, Case, Group, Suite
 from speedtransfer.benchmark.report import markdown, plot
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.cli import main
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def run(monkeypatch, capfd, tmp_path):
-    """Return a function that runs the command here, in an empty folder: exit code, standard output and error."""
+def run(run, monkeypatch, tmp_path):
+    """Return a function that runs the command here, in an empty folder; what is measured does not matter."""
     monkeypatch.chdir(tmp_path)
-    # What is measured does not matter here.
     for quick in EFFORT:
         monkeypatch.setitem(EFFORT, quick, {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01})
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["speedtransfer", "bench", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return int(stop.value.code or 0), *capfd.readouterr()
-
-    return run
+    return functools.partial(run, "bench")
 
 
 @pytest.fixture
@@ -87,30 +77,6 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
         assert data["title"] in out
     for words in ("x speedtransfer", "gather, GB/s and share of a plain copy, by bytes of a row", "wrote t.json"):
         assert words in out
-
-
-BAD = """
-transfr -> 'transfer'
-transfer --table-bytes 65535 -> --table-bytes is 65535 but must be a number from 65536 on
-step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
-transfer --json folder -> name the file
-all --json file -> cannot write 'file/transfer.json'
-transfer --plot file/plots -> cannot write 'file/plots/report.md'
-"""
-
-
-@pytest.mark.parametrize("bad", BAD.strip().splitlines())
-def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkeypatch, bad):
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(commands, "run_suite", failing(RuntimeError("it measures")))
-    arguments, words = bad.split(" -> ")
-    code, out, err = run(*arguments.split())
-    assert code == 2, out + err
-    (line,) = [line for line in err.splitlines() if line.strip()]
-    assert words in line
-    assert files(tmp_path) == ["file"]
-    assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
