@@ -328,14 +328,12 @@ class World:
 
     @torch.no_grad()
     def look(self, model: Any = None) -> Tensor:
-        """All rows, by their ids."""
         return self.kind.shows((model or self.model).emb)(self.kind.every).clone()
 
     def save(self) -> None:
         st.save_checkpoint(self.path, self.model, self.opt)
 
     def saved_meanwhile(self) -> Tensor:
-        """Train while a checkpoint is saved, and go on from that in another model."""
         save = st.save_checkpoint(self.path, self.model, self.opt, background=True)
         self.step()
         assert save is not None
@@ -384,7 +382,6 @@ class World:
         return World(self.name, {} if self.ours else None, "other", self.path, seed=5, steps=1)
 
     def copied(self, model: Any, opt: Any = None) -> Tensor:
-        """Train a copy of the model, and look its rows up."""
         copied = copy.copy(self)
         copied.use(model, opt)
         copied.step()

@@ -145,7 +145,6 @@ def no_gc():
 
 @pytest.fixture
 def device():
-    """The compute device of the tests; tests/gpu has its own."""
     return torch.device("cpu")
 
 

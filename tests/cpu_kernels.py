@@ -93,8 +93,6 @@ def build_kernels(folder: Path, sources: Sequence[str], flags: Sequence[str]) ->
 
 
 class CpuKernels:
-    """What is in `folder`."""
-
     def __init__(self, folder: Path) -> None:
         self._libraries = {path.stem: ctypes.CDLL(str(path)) for path in sorted(folder.glob("*.so"))}
 

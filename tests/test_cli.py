@@ -150,7 +150,6 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
 
 
 def test_help_imports_neither_torch_nor_numpy():
-    """It is there at once."""
     commands = ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"]
     code = f"""
 import sys

@@ -31,8 +31,6 @@ from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError,
 
 
 class TestLaunch:
-    """A launch with another CuPy."""
-
     @pytest.fixture
     def cupy(self, monkeypatch):
         self.calls, self.asked = [], []
@@ -96,7 +94,6 @@ class TestBinaries:
 
     @pytest.fixture
     def compiled(self, monkeypatch, tmp_path):
-        """The options of each compilation."""
         found = []
 
         def compile_using_nvrtc(source, options):

@@ -194,7 +194,6 @@ def test_refused(capturing):
 class TestGradientOfAGraph:
     @pytest.fixture
     def emb(self):
-        """An embedding whose gradient was made by a graph."""
         emb, _ = trained()
         emb(IDS).sum().backward()
         find_handle(emb.weight).pending.capture = 1

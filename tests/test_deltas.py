@@ -29,7 +29,6 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 
 
 def world(name: str = "adamw lazy", saved: Path | None = None, with_state: bool = False) -> World:
-    """Return a model as it is at first, or as it was saved."""
     made = World(name, with_state)
     if saved is not None:
         made.load(saved)

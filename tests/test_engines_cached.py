@@ -51,7 +51,6 @@ class ByKernels(HostEngine):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Run the kernels of caches on the CPU; return their names."""
     return launch_by_cpu(monkeypatch, cache_kernels)
 
 
@@ -105,8 +104,6 @@ def test_kernels_leave_ids_of_no_row_alone(launches):
 
 
 class Counting(HostEngine):
-    """Notes the ids that it moves."""
-
     def __init__(self):
         super().__init__()
         self.gathered, self.scattered, self.after_gather = [], [], lambda: None

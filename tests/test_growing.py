@@ -173,7 +173,6 @@ SUFFIXES = pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 
 
 def read(path: Path) -> torch.Tensor:
-    """Return what other programs read in the file."""
     if path.suffix == ".npy":
         return torch.from_numpy(np.load(path))
     return safetensors.torch.load_file(path)["weight"]

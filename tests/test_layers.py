@@ -63,7 +63,6 @@ def part_of(path: Path) -> str:
 
 
 def importing(*names: str) -> set[Path]:
-    """Return the files that import a module whose name begins so."""
     return {path for path in FILES if any(name.startswith(names) for name in imports_of(path))}
 
 

@@ -130,8 +130,6 @@ def test_trains_as_the_formula_does(name, make):
 
 
 class Two(nn.Module):
-    """Layers that share their values."""
-
     def __init__(self, values: nn.Module) -> None:
         super().__init__()
         self.first, self.second = layer(values=values), layer(1, values=values)

@@ -70,7 +70,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def device():
-    """The compute device of the tests."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -21,8 +21,6 @@ def gather_and_wait(table, index, planes):
 
 
 class OnCuda(TableContract):
-    """The contract, and what a device adds to it."""
-
     def test_rows_are_gathered_to_the_device(self):
         table = self.numbered()
         assert table.gather([1]).device == self.device
@@ -88,8 +86,6 @@ class OnCuda(TableContract):
 
 
 class CupyViews:
-    """Memories that CUDA addresses have a CuPy view."""
-
     def test_cupy_view(self, dtype):
         table = self.filled(numbers((30, 3), dtype))
         if dtype in NO_NUMPY_DTYPES:
