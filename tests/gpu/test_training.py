@@ -9,7 +9,7 @@ import torch
 from cases import take_step
 from checkpoint_cases import digest
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
-from optimizer_cases import case_named
+from optimizer_cases import ALL, COUPLED, case_named
 from reading_ahead import at_once, by_loader, by_ticket
 from test_training_loops import PROGRAMS, run
 from torch import nn
@@ -68,6 +68,7 @@ def vocabulary(**about: Any) -> dict[str, Any]:
 HOST = ("pinned", "pageable", "mmap")
 LAZY = ("adamw", "adamw-fused", "adam-foreach", "adamax", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam")
 CASES = {name: Case({"idle": "lazy"}, name, memories=("pageable", "device")) for name in LAZY}
+CASES |= {f"exact, {case}": Case({"idle": "exact"}, case.name, memories=()) for case in (*ALL, *COUPLED)}
 CASES |= {
     "exact": Case({"idle": "exact", "padding_idx": 3}),
     "max_norm": Case({"idle": "lazy", "max_norm": 1.2}),
