@@ -99,6 +99,15 @@ def refused(error: type[Exception], words: str = ""):
     one_line(caught)
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises, whatever its arguments."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def elsewhere(use: Callable[[], Any]) -> Any:
     """Return what `use` does in another thread, while this one waits."""
     with ThreadPoolExecutor(1) as pool:

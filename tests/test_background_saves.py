@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import take_step
+from cases import raising, take_step
 from delta_cases import CASES, SGD, VOCABULARIES, World
 from safetensors.torch import load_file
 from sweeps import few
@@ -35,8 +35,7 @@ def trained(form: str, folder: Path) -> World:
     return one
 
 
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+full = raising(OSError(28, "No space left on device"))
 
 
 def checksums(path: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from cases import raising
 
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
@@ -23,13 +24,6 @@ BOTH = pytest.mark.parametrize("direction", ["gather", "scatter"])
 
 def run_one(*cases: Case, **settings) -> GroupResult:
     return measure(Group("a group", lambda: cases), CPU, **{**FAST, **settings})
-
-
-def failing(error: BaseException):
-    def run():
-        raise error
-
-    return run
 
 
 def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
@@ -56,7 +50,7 @@ def test_what_comes_before_a_sample_is_not_timed_and_parts_share_the_time(monkey
 
 
 def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
-    wrong, good = failing(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
+    wrong, good = raising(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
     result = run_one(Case("bad", lambda: None, wrong), good)
     assert [case.error for case in result.cases] == ["gives a wrong result (row 3 differs)", ""]
     assert [case.name for case in result.ran] == ["good"]
@@ -67,16 +61,16 @@ def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on():
     result = run_one(
-        Case("large", failing(HostMemoryError("no room\nfor this")), role="ours"),
-        Case("broken", failing(RuntimeError("headers missing"))),
+        Case("large", raising(HostMemoryError("no room\nfor this")), role="ours"),
+        Case("broken", raising(RuntimeError("headers missing"))),
         Case("known", lambda: None, error=HostMemoryError("too large")),
         Case("fine", lambda: None),
     )
     assert [case.error for case in result.cases] == ["no room for this", "headers missing", "too large", ""]
     assert [case.name for case in result.ran] == ["fine"]
-    assert measure(Group("none", failing(HostMemoryError("too large"))), CPU).skipped == "too large"
+    assert measure(Group("none", raising(HostMemoryError("too large"))), CPU).skipped == "too large"
     with pytest.raises(RuntimeError, match="a fault"):  # our own faults are no figures
-        run_one(Case("ours", failing(RuntimeError("a fault")), role="ours"))
+        run_one(Case("ours", raising(RuntimeError("a fault")), role="ours"))
 
 
 def test_shares_of_the_roof():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import raising
 
 from speedtransfer.benchmark.measure import EFFORT, SUITES, Case, Group, Suite
 from speedtransfer.benchmark.report import markdown, plot
@@ -52,13 +53,6 @@ def group_of(title, *cases, **params):
     return Group(title, lambda: list(cases), params)
 
 
-def failing(error):
-    def run(*arguments, **options):
-        raise error
-
-    return run
-
-
 def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
     small = ["--quick", "--rows", "100", "--table-bytes", "262144"]
     code, out, err = run("transfer", *small, "--json", "t.json", "--plot", "new/plots", "--device", "cpu")
@@ -80,7 +74,7 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
 
 
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
-    bad = Case("bad method", failing(RuntimeError("a fault")), role="ours")
+    bad = Case("bad method", raising(RuntimeError("a fault")), role="ours")
     only(transfer=[group_of("a gather", bad), group_of("a scatter", Case("good method", lambda: None))])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")
@@ -91,7 +85,7 @@ def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, t
 
 
 def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
-    slow = group_of("the second", Case("slow", failing(KeyboardInterrupt())))
+    slow = group_of("the second", Case("slow", raising(KeyboardInterrupt())))
     only(transfer=[], cache=[group_of("the first", Case("fast", lambda: None)), slow], step=[slow])
     code, _, err = run("step", "--json", "t.json", "--plot", "plots", "--device", "cpu")
     assert (code, err) == (130, "speedtransfer: aborted\n")

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cases import concurrently
+from cases import concurrently, raising
 from in_child import forks, in_child
 
 from speedtransfer import buffers
@@ -81,10 +81,7 @@ def test_free_bytes_never_exceed_what_was_once_in_use(pool):
 
 
 def test_more_than_the_system_gives(monkeypatch):
-    def refuses(num_bytes):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(buffers, "anonymous", refuses)
+    monkeypatch.setattr(buffers, "anonymous", raising(OSError(12, "Cannot allocate memory")))
     with pytest.raises(
         MemoryError, match=r"rows ask for .* which the system refused \(Cannot allocate memory\); "
     ) as error:

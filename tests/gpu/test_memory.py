@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from cases import one_line
+from cases import one_line, raising
 
 import speedtransfer as st
 from gpu.tools import allocated_bytes, embedding_in, is_page_locked, pinned, resident_bytes
@@ -20,10 +20,7 @@ def no_page_locking(monkeypatch):
     """Let CUDA refuse to lock pages, as at a limit of the container."""
     runtime = load_cupy().cuda.runtime
 
-    def refuse(num_bytes, flags):
-        raise runtime.CUDARuntimeError(2)
-
-    monkeypatch.setattr(runtime, "hostAlloc", refuse)
+    monkeypatch.setattr(runtime, "hostAlloc", raising(runtime.CUDARuntimeError(2)))
     return monkeypatch
 
 
