@@ -154,11 +154,7 @@ def write_file(path, tensors, pad=0):
     for name, tensor in tensors.items():
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         offsets = [len(content), len(content) + len(data)]
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         content += data
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8 + pad)

@@ -10,14 +10,7 @@ from engine_cases import Twice, cached
 from in_child import forks, in_child
 from test_engines import OnCpu
 
-from speedtransfer.engines import (
-    HostEngine,
-    LfuPolicy,
-    ReferenceEngine,
-    cache_kernels,
-    cache_slots,
-    faults_left,
-)
+from speedtransfer.engines import HostEngine, LfuPolicy, ReferenceEngine, cache_kernels, cache_slots, faults_left
 from speedtransfer.engines.cache_policy import NO_ROW
 from speedtransfer.errors import InvalidValueError
 
