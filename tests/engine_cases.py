@@ -191,10 +191,9 @@ class EngineCases:
             gather = functools.partial(engine.gather, [plane], given, rows, check=True, unsorted=True)
             self.expect_fault(engine, 4321, 29, gather)
 
-    def expect_fault(self, engine, position, value, call, have="29 rows (0 to 28)"):
+    def expect_fault(self, engine, position, value, call):
         """Expect the error of a gather with `check` from `call`, which begins with that gather, or from a wait after it."""
-
-        rule = "rows count from 0" if value < 0 else rf"the table has {have}"
+        rule = "rows count from 0" if value < 0 else "the table has 29 rows (0 to 28)"
         with pytest.raises(RowIndexError, match=rf"^index\[{position}\].* is {value} but {re.escape(rule)}") as error:
             (call(), engine.wait())
         assert "\n" not in str(error.value)

@@ -107,6 +107,7 @@ def test_each_is_declared_as_a_suite_is(script, suites, likes, texts):
 
 SHOWN = {
     "gpu": "",
+    "idle": "| likes, 30 users x 40 items | loss | recall@20 | ",
     "mixed": "| accuracy, by windows of a batch | 128 | 512 |",
     "ngram_example": '| **speedtransfer, idle="exact"** | ',
     "plan_accuracy": " planned times are within a factor of 1.5 of the measured ones",
@@ -118,12 +119,14 @@ SHOWN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
-def test_each_runs_small(suites, texts, monkeypatch, tmp_path, name):
+def test_each_runs_small(suites, likes, texts, monkeypatch, tmp_path, name):
     """In this process, with few cases and words and a tiny network, and no memory measured."""
     if name == "gpu" and cuda_status().available:
         pytest.skip("there is a CUDA device")
     module, changed, given = suites[name].module, {}, {}
-    if name == "mixed":
+    if name == "idle":
+        given = {"data": str(likes), "points": 7}
+    elif name == "mixed":
         tiny = module._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
         changed = {"memory_of": lambda *given: {"host_bytes": 1000}, "_QUICK": tiny}
         changed |= dict.fromkeys(("_MOST_STEP_S", "_MOST_TRAINING_S"), math.inf)
@@ -213,23 +216,6 @@ def likes(tmp_path):
     (made / "train.txt").write_text(texts[0])
     (made / "test.txt.xz").write_bytes(lzma.compress(texts[1].encode()))
     return made
-
-
-@pytest.mark.slow
-def test_exact_is_dense_and_lazy_is_not(suites, likes):
-    idle = suites["idle"].module
-    (group,) = idle.groups(CPU, True, data=str(likes), points=7)
-    found = measure(group, CPU)
-    steps, by_name = group.params["steps_shown"], found.by_name
-    assert steps == [0, *range(8, 60, 8), 60]
-    for way in idle.WAYS:
-        values = by_name[way].values
-        assert len(values["loss"]) + 1 == len(values[idle.RECALL]) == len(steps)
-    far = {way: case.figures[idle.DISTANCE] for way, case in by_name.items()}
-    assert far["dense"] == 0
-    assert 0 < far["exact"] < 1e-3 < 1e-2 < far["lazy"], "as far as rounding: it is not the dense one itself"
-    assert by_name["exact"].figures[idle.APART] < 1e-5
-    assert "| likes, 30 users x 40 items | loss | recall@20 | " in shown("idle", [found])
 
 
 # --- word2vec: a small text, end to end; how sure differences are -------------------------------------------------------
