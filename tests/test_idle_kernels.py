@@ -88,7 +88,6 @@ def step_by_step(rule: Rule, history: Any, rows: dict[str, Tensor], last: Tensor
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), *COUPLED], ids=str)
 def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
