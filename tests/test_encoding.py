@@ -164,7 +164,6 @@ def check_parts(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         same_values(found[suffix], part)
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 3, 8, 16, 100, 128, 300])
 def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
