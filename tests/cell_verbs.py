@@ -348,11 +348,8 @@ class World:
         if not self.ours:
             self.step()
             return self.look()
-        mark, follower = st.mark(self.model), copy.deepcopy(self.model)
-        with_state, trained, loaded = (
-            st.mark(self.model, self.opt),
-            *(copy.deepcopy((self.model, self.opt)) for _ in "12"),
-        )
+        mark, with_state = st.mark(self.model), st.mark(self.model, self.opt)
+        follower, trained, loaded = copy.deepcopy(self.model), *(copy.deepcopy((self.model, self.opt)) for _ in "12")
         # Those of processes that share tables out are the same.
         by_all = self.owner not in ("alone", "DDP")
         rank = "" if by_all else f".{self.rank}"

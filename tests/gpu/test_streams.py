@@ -52,12 +52,8 @@ class TestNothingElse:
 
     def test_gathers_of_two_streams(self, device):
         """They read the same planes: neither waits for the other."""
-        table, mine, other = (
-            st.Table(1000, 64, memory="pinned", device=device),
-            torch.cuda.Stream(),
-            torch.cuda.Stream(),
-        )
-        table.normal_()
+        table = st.Table(1000, 64, memory="pinned", device=device).normal_()
+        mine, other = torch.cuda.Stream(), torch.cuda.Stream()
         index = torch.arange(1000, device=device)
         for warm in WARM:
             torch.cuda.synchronize()
