@@ -99,6 +99,15 @@ def refused(error: type[Exception], words: str = ""):
     one_line(caught)
 
 
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises, whatever its arguments."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
 def elsewhere(use: Callable[[], Any]) -> Any:
     """Return what `use` does in another thread, while this one waits."""
     with ThreadPoolExecutor(1) as pool:
@@ -145,11 +154,7 @@ def write_file(path, tensors, pad=0):
     for name, tensor in tensors.items():
         data = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         offsets = [len(content), len(content) + len(data)]
-        header[name] = {
-            "dtype": SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
+        header[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         content += data
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8 + pad)

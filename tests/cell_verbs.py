@@ -328,14 +328,12 @@ class World:
 
     @torch.no_grad()
     def look(self, model: Any = None) -> Tensor:
-        """All rows, by their ids."""
         return self.kind.shows((model or self.model).emb)(self.kind.every).clone()
 
     def save(self) -> None:
         st.save_checkpoint(self.path, self.model, self.opt)
 
     def saved_meanwhile(self) -> Tensor:
-        """Train while a checkpoint is saved, and go on from that in another model."""
         save = st.save_checkpoint(self.path, self.model, self.opt, background=True)
         self.step()
         assert save is not None
@@ -350,11 +348,8 @@ class World:
         if not self.ours:
             self.step()
             return self.look()
-        mark, follower = st.mark(self.model), copy.deepcopy(self.model)
-        with_state, trained, loaded = (
-            st.mark(self.model, self.opt),
-            *(copy.deepcopy((self.model, self.opt)) for _ in "12"),
-        )
+        mark, with_state = st.mark(self.model), st.mark(self.model, self.opt)
+        follower, trained, loaded = copy.deepcopy(self.model), *(copy.deepcopy((self.model, self.opt)) for _ in "12")
         # Those of processes that share tables out are the same.
         by_all = self.owner not in ("alone", "DDP")
         rank = "" if by_all else f".{self.rank}"
@@ -384,7 +379,6 @@ class World:
         return World(self.name, {} if self.ours else None, "other", self.path, seed=5, steps=1)
 
     def copied(self, model: Any, opt: Any = None) -> Tensor:
-        """Train a copy of the model, and look its rows up."""
         copied = copy.copy(self)
         copied.use(model, opt)
         copied.step()

@@ -82,7 +82,7 @@ def _in_order(items, share):
     for item in items:
         if item.path.parent.name == "ranks" or item.path.stem in GROUPS:
             groups.append(item)
-        elif {"run_script", "started_script"} & vars(item.module).keys():
+        elif "run_script" in vars(item.module):
             servers.append(item)
         else:
             (long if item.path.stem in LONG else others).append(item)
@@ -145,7 +145,6 @@ def no_gc():
 
 @pytest.fixture
 def device():
-    """The compute device of the tests; tests/gpu has its own."""
     return torch.device("cpu")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -11,17 +9,13 @@ import importlib.resources
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from compiled_once import locked
-from torch import Tensor
 
 from speedtransfer.cuda import ARGUMENT_AT
-from speedtransfer.engines.mapped import Argument, pack_plane
 
 # What compares the kernels of a source with torch before they are trusted: small calls of each.
 CHECKS = {
@@ -51,19 +45,12 @@ def cpu_kernels() -> CpuKernels:
     """Return the kernels, which are built if nobody has; the test is skipped without g++."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
-    sources = sorted(path.stem for path in SHIM.glob("*.cpp"))
-    try:
-        BUILDS.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a checkout that may not be written to
-        folder = Path(tempfile.mkdtemp(prefix="speedtransfer-kernels"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        build_kernels(folder, sources, FLAGS)
-        return CpuKernels(folder)
+    BUILDS.mkdir(parents=True, exist_ok=True)
     folder = BUILDS / _digest()
-    with contextlib.nullcontext() if folder.exists() else locked(BUILDS):
+    with locked(BUILDS):
         if not folder.exists():
             made = Path(tempfile.mkdtemp(dir=BUILDS))
-            build_kernels(made, sources, FLAGS)
+            build_kernels(made)
             made.rename(folder)
     return CpuKernels(folder)
 
@@ -79,25 +66,18 @@ def _digest() -> str:
     return found.hexdigest()[:16]
 
 
-def build_kernels(folder: Path, sources: Sequence[str], flags: Sequence[str]) -> None:
+def build_kernels(folder: Path) -> None:
     """Build ``shim/<source>.cpp`` into ``folder/<source>.so``, all at the same time."""
     with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
-        builds = [
-            subprocess.Popen(
-                ["g++", *flags, f"-I{SHIM}", f"-I{kernels}", "-o", folder / f"{source}.so", SHIM / f"{source}.cpp"],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for source in sources
-        ]
+        command, pipes = ["g++", *FLAGS, f"-I{SHIM}", f"-I{kernels}", "-o"], {"stderr": subprocess.PIPE, "text": True}
+        sources = sorted(SHIM.glob("*.cpp"))
+        builds = [subprocess.Popen([*command, folder / f"{path.stem}.so", path], **pipes) for path in sources]
         for build in builds:
             _, errors = build.communicate()
             assert build.returncode == 0, errors
 
 
 class CpuKernels:
-    """What is in `folder`."""
-
     def __init__(self, folder: Path) -> None:
         self._libraries = {path.stem: ctypes.CDLL(str(path)) for path in sorted(folder.glob("*.so"))}
 
@@ -130,29 +110,6 @@ class CpuKernels:
         assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
 
 
-def pack(
-    planes: Sequence[Tensor],
-    index: Tensor,
-    rows: Sequence[Tensor],
-    fault: np.ndarray | None = None,
-    places: Tensor | None = None,
-    named: Tensor | None = None,
-) -> Any:
-    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it.
-
-    It is looked for in `named` (m,), or in `index`.
-    """
-    words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
-    at = 0 if fault is None else fault.ctypes.data
-    argument = Argument()
-    there = 0 if places is None else places.data_ptr()
-    checked = index if named is None else named
-    return argument.pack(
-        *(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there),
-        *(checked.data_ptr(), len(checked)),
-    )
-
-
 def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
     """Let a module launch kernels on the CPU, in launches of odd sizes; return their names, one for each launch."""
     kernels, made = cpu_kernels(), list[str]()
@@ -166,22 +123,3 @@ def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
 
     monkeypatch.setattr(module, "launch_over", launch)
     return made
-
-
-@contextlib.contextmanager
-def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
-    """Let the mapped engine run the kernels on the CPU."""
-    kernels = cpu_kernels()
-    module = "speedtransfer.engines.mapped"
-
-    def load_kernel(source_name, function_name, device):
-        assert source_name == {"rows": "rows.cu", "converted": "convert.cu"}[function_name.split("_")[1]]
-        return function_name
-
-    def launch(kernel, blocks, threads, argument, stream):
-        kernels.launch(kernel, blocks, threads, argument)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{module}.load_kernel", load_kernel)
-        patch.setattr(f"{module}.launch_kernel", launch)
-        yield kernels

@@ -72,8 +72,6 @@ class Net(nn.Module):
 
 
 class World:
-    """A model in training."""
-
     def __init__(self, name: str, with_state: bool = True, folder: Path | None = None) -> None:
         options, optimizer = CASES[name][0](), CASES[name][1]
         if "memory" in options:

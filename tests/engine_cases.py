@@ -30,6 +30,23 @@ def any_bits(shape, dtype, seed=0):
     return torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
 
 
+def interesting_floats():
+    """Return float32 of every sign and exponent, with fractions at, above and below each tie that rounding can meet."""
+    ones = [1 << k for k in range(24)]
+    fractions = {f for one in ones for f in (one, one - 1, one + 1, 3 * one, 3 * one - 1, 3 * one + 1, -one)}
+    fractions = torch.tensor(sorted({f % (1 << 23) for f in fractions}), dtype=torch.int64)
+    tops = torch.arange(512, dtype=torch.int64) << 23
+    bits = (tops[:, None] | fractions).flatten()
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    return bits[: len(bits) // 8 * 8].view(torch.float32).view(-1, 8)
+
+
+def hard_values(dtype):
+    """Return every half, or float32 at every tie, (n, 8)."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(-1, 8)
+    return interesting_floats() if dtype == torch.float32 else halves.view(dtype)
+
+
 class EngineCases:
     def gather(self, engine, device, planes, index):
         """Gather `planes` at a list of ids, into memory full of other bits."""
@@ -94,14 +111,15 @@ class EngineCases:
         def rows_of(memory):
             return memory[0, start:].as_strided((13, dim), (stride, 1), storage_offset=memory.storage_offset() + start)
 
-        for dtype in (torch.float32, torch.int8):
-            content, new = any_bits((1, 13 * stride + start), dtype), any_bits((2, dim), dtype, seed=1)
+        for dtype, dense in ((torch.float32,) * 2, (torch.int8,) * 2, *CONVERSIONS):
+            content, new = any_bits((1, 13 * stride + start), dtype), any_bits((2, dim), dense, seed=1)
             memory, expected = store(content), content.clone()
-            (rows,) = self.gather(engine, device, [rows_of(memory)], [12, 0, 5, 12])
-            np.testing.assert_array_equal(bits(rows), bits(rows_of(content)[[12, 0, 5, 12]]))
+            rows = torch.ones(4, dim, dtype=dense, device=device)
+            engine.gather([rows_of(memory)], torch.tensor([12, 0, 5, 12], device=device), [rows])
+            same_values(rows, rows_of(content)[[12, 0, 5, 12]].to(dense))
             self.scatter(engine, device, [rows_of(memory)], [12, 5], [new])
-            rows_of(expected)[[12, 5]] = new
-            np.testing.assert_array_equal(bits(memory), bits(expected))  # padding and idle rows as they were
+            rows_of(expected)[[12, 5]] = new.to(dtype)
+            same_values(memory, expected)  # padding and idle rows as they were
 
     def test_a_gather_sees_the_scatter_before(self, engine, device, store):
         plane = store(torch.zeros(100, 7))
@@ -126,6 +144,19 @@ class EngineCases:
             expected = content.clone()
             expected[index] = new.to(stored)
             same_values(plane, expected)
+
+    @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=str)
+    def test_conversion_of_hard_values(self, engine, device, store, stored, dense):
+        content = hard_values(stored)
+        plane, rows = (
+            store(torch.ones(content.shape, dtype=dense)),
+            torch.ones_like(content, dtype=dense, device=device),
+        )
+        index = torch.from_numpy(np.random.default_rng(0).permutation(len(content)))
+        engine.gather([store(content)], index.to(device), [rows])
+        same_values(rows, content[index].to(dense))
+        self.scatter(engine, device, [plane], index.tolist(), [content])
+        same_values(plane.cpu()[index], content.to(dense))
 
     def test_an_index_on_the_host(self, engine, device, store):
         plane, index = store(torch.zeros(50, 6)), torch.tensor([49, 3])
@@ -160,16 +191,15 @@ class EngineCases:
             gather = functools.partial(engine.gather, [plane], given, rows, check=True, unsorted=True)
             self.expect_fault(engine, 4321, 29, gather)
 
-    def expect_fault(self, engine, position, value, call, have="29 rows (0 to 28)"):
+    def expect_fault(self, engine, position, value, call):
         """Expect the error of a gather with `check` from `call`, which begins with that gather, or from a wait after it."""
-
-        rule = "rows count from 0" if value < 0 else rf"the table has {have}"
+        rule = "rows count from 0" if value < 0 else "the table has 29 rows (0 to 28)"
         with pytest.raises(RowIndexError, match=rf"^index\[{position}\].* is {value} but {re.escape(rule)}") as error:
             (call(), engine.wait())
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize("where", ["device", "host"])
-    @pytest.mark.parametrize("value", [29, -1, 2**40, -(2**63), 2**63 - 1])
+    @pytest.mark.parametrize("value", [29, -1, 2**31, 2**40, -(2**63), 2**63 - 1])
     def test_check(self, engine, device, store, value, where):
         planes = [store(torch.randn(29, 12)), store(torch.randn(29, 1))]
         rows = [torch.ones(100, 12, device=device), torch.ones(100, 1, device=device)]

@@ -47,7 +47,6 @@ class Fault(NamedTuple):
     new: str
 
     def put_into(self, text: str) -> str:
-        """Return the text of the module with the fault."""
         lines = [line.encode() for line in text.splitlines(keepends=True)]
         (first, left), (last, right) = self.begin, self.end
         before, after = lines[first - 1][:left], lines[last - 1][right:]
@@ -55,7 +54,6 @@ class Fault(NamedTuple):
 
 
 def faults_of(text: str) -> Iterator[Fault]:
-    """Yield all faults that can be put into a module."""
     for node in ast.walk(ast.parse(text)):
         changed: list[tuple[ast.expr | ast.stmt, str]] = []
         is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant | ast.Yield)
@@ -97,7 +95,6 @@ def failure(tree: Path, *tests: str) -> str:
 
 
 def main() -> int:
-    """Try the faults; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="a path in the package")
     parser.add_argument("tests", nargs="+", help="test files, or tests")

@@ -5,14 +5,11 @@ For scripts that may have more imported than they use; `subprocess` is for those
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -31,50 +28,21 @@ def fork_server() -> ForkServerContext:
 
 def run_script(code: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     """Run `code` as ``python -c`` does with `arguments`, the paths of modules as they are here, and return how it ended."""
-    with started_script(code, *arguments) as script:
-        script.process.join(timeout)
-        if script.process.exitcode is None:
-            raise subprocess.TimeoutExpired(code, timeout, script.out.encode(), script.err.encode())
-        return subprocess.CompletedProcess(["-c", *arguments], script.process.exitcode, script.out, script.err)
-
-
-class Script:
-    """A script that runs, and what it has written so far."""
-
-    def __init__(self, code: str, arguments: tuple[str, ...], folder: str) -> None:
-        self._files = Path(folder, "stdout"), Path(folder, "stderr")
-        # A new process begins in another folder.
-        arguments = (os.getcwd(), *arguments)
-        self.process = fork_server().Process(target=_run, args=(code, arguments, self._files))
-        self.process.start()
-
-    @property
-    def out(self) -> str:
-        return self._files[0].read_text(encoding="utf-8") if self._files[0].exists() else ""
-
-    @property
-    def err(self) -> str:
-        return self._files[1].read_text(encoding="utf-8") if self._files[1].exists() else ""
-
-    def wait_for(self, happened: Callable[[], bool], timeout: float = 100) -> None:
-        """Wait until ``happened()``, or the script has ended."""
-        end = time.monotonic() + timeout
-        while self.process.is_alive() and not happened():
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("script", timeout, self.out.encode(), self.err.encode())
-            time.sleep(0.005)
-
-
-@contextlib.contextmanager
-def started_script(code: str, *arguments: str) -> Iterator[Script]:
-    """Start what `run_script` runs; it is killed where it is left."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Script(code, arguments, folder)
+        files = Path(folder, "stdout"), Path(folder, "stderr")
+        # A new process begins in another folder.
+        process = fork_server().Process(target=_run, args=(code, (os.getcwd(), *arguments), files))
+        process.start()
         try:
-            yield script
+            process.join(timeout)
+            code_of_exit = process.exitcode
         finally:
-            script.process.kill()
-            script.process.join()
+            process.kill()
+            process.join()
+        out, err = (file.read_text(encoding="utf-8") if file.exists() else "" for file in files)
+    if code_of_exit is None:
+        raise subprocess.TimeoutExpired(code, timeout, out.encode(), err.encode())
+    return subprocess.CompletedProcess(["-c", *arguments], code_of_exit, out, err)
 
 
 def _run(code: str, arguments: tuple[str, ...], files: tuple[Path, Path]) -> None:

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from types import FrameType
@@ -94,8 +93,8 @@ def kill_at_line(count: int, files: tuple[str, ...]) -> None:
     sys.settrace(trace)
 
 
-def run_child(call: Callable[[], object], delay: float | None = None) -> bool:
-    """Run ``call()`` in a child, killed after `delay` seconds; return whether it came to its end. Raise if it raised."""
+def run_child(call: Callable[[], object]) -> bool:
+    """Run ``call()`` in a child and return whether it came to its end, or was killed. Raise if it raised."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -104,9 +103,6 @@ def run_child(call: Callable[[], object], delay: float | None = None) -> bool:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-    if delay is not None:
-        time.sleep(delay)
-        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return False

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import take_step
+from cases import raising, take_step
 from delta_cases import CASES, SGD, VOCABULARIES, World
-from in_child import forks, in_child, run_child
+from in_child import forks, in_child
 from safetensors.torch import load_file
 from sweeps import few
 
@@ -36,8 +36,7 @@ def trained(form: str, folder: Path) -> World:
     return one
 
 
-def full(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+full = raising(OSError(28, "No space left on device"))
 
 
 def checksums(path: Path) -> dict[str, str]:
@@ -326,18 +325,3 @@ st.save_checkpoint(sys.argv[1], emb, extra="saved", background=True)
 def test_a_process_that_ends_waits(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path / "saved")], check=True)
     assert st.load_checkpoint(tmp_path / "saved", st.Embedding(40, 8)) == "saved"
-
-
-@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
-def test_one_that_is_killed_loses_nothing(delay: float, tmp_path: Path) -> None:
-    one = trained("adamw exact", tmp_path)
-    one.save(tmp_path / "saved", extra=0)
-
-    def trains() -> None:
-        for epoch in range(1, 1000):
-            one.save(tmp_path / "saved", extra=epoch, background=True)
-            one.steps(1, epoch)
-
-    assert not run_child(trains, delay)
-    assert one.load(tmp_path / "saved") < 999
-    one.steps(1, 1)

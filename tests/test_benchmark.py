@@ -6,10 +6,11 @@ import itertools
 
 import pytest
 import torch
+from cases import raising
 
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
-from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES
+from speedtransfer.benchmark.contenders import PLANES, ROW_BYTES
 from speedtransfer.benchmark.measure import SUITES, Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Ids, Tables, workload
@@ -23,13 +24,6 @@ BOTH = pytest.mark.parametrize("direction", ["gather", "scatter"])
 
 def run_one(*cases: Case, **settings) -> GroupResult:
     return measure(Group("a group", lambda: cases), CPU, **{**FAST, **settings})
-
-
-def failing(error: BaseException):
-    def run():
-        raise error
-
-    return run
 
 
 def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
@@ -56,7 +50,7 @@ def test_what_comes_before_a_sample_is_not_timed_and_parts_share_the_time(monkey
 
 
 def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
-    wrong, good = failing(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
+    wrong, good = raising(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
     result = run_one(Case("bad", lambda: None, wrong), good)
     assert [case.error for case in result.cases] == ["gives a wrong result (row 3 differs)", ""]
     assert [case.name for case in result.ran] == ["good"]
@@ -67,16 +61,16 @@ def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
 
 def test_what_cannot_run_says_why_and_the_rest_goes_on():
     result = run_one(
-        Case("large", failing(HostMemoryError("no room\nfor this")), role="ours"),
-        Case("broken", failing(RuntimeError("headers missing"))),
+        Case("large", raising(HostMemoryError("no room\nfor this")), role="ours"),
+        Case("broken", raising(RuntimeError("headers missing"))),
         Case("known", lambda: None, error=HostMemoryError("too large")),
         Case("fine", lambda: None),
     )
     assert [case.error for case in result.cases] == ["no room for this", "headers missing", "too large", ""]
     assert [case.name for case in result.ran] == ["fine"]
-    assert measure(Group("none", failing(HostMemoryError("too large"))), CPU).skipped == "too large"
+    assert measure(Group("none", raising(HostMemoryError("too large"))), CPU).skipped == "too large"
     with pytest.raises(RuntimeError, match="a fault"):  # our own faults are no figures
-        run_one(Case("ours", failing(RuntimeError("a fault")), role="ours"))
+        run_one(Case("ours", raising(RuntimeError("a fault")), role="ours"))
 
 
 def test_shares_of_the_roof():
@@ -135,24 +129,14 @@ def test_methods_that_cross_are_right_without_a_device(work, direction, monkeypa
 
 
 ROWS = 4096  # of tables in files
-LAZY, EXACT, SPARSE, DENSE, MAPPED = (
-    "speedtransfer, pageable",
-    "speedtransfer, pageable, idle=exact",
-    "nn.Embedding(sparse=True) + SparseAdam",
-    "nn.Embedding + AdamW",
-    "speedtransfer, mmap",
-)
-READS = ["reads of the same pages on 1 thread", "reads of the same pages on 32 threads"]
-AHEAD = ["without prefetch", *(f"prefetch, depth {depth}" for depth in (1, 2, 4)), "table in memory", *READS]
-# The options of a small run, and the cases of each group. What fits beside the others in little memory depends on the rows.
+# The rows of a small run, and how many cases run in each group: what fits beside the others in little memory.
 RUNS = {
-    "step": ({"rows": 300}, [[LAZY, SPARSE, DENSE, MAPPED], [LAZY, SPARSE], [LAZY], [LAZY, EXACT, SPARSE, BY_HAND],
-             [LAZY, EXACT, SPARSE, DENSE]]),
-    "memory": ({"rows": 20_000}, [[LAZY, SPARSE, DENSE]]),
-    "precision": ({"rows": 300}, [[form.name for form in precision.FORMS[::3]]]),
-    "lookup": ({"rows": 500}, [[lookup.OURS, lookup.MODULE, lookup.FUNCTION]] * 3),
-    "prefetch": ({"rows": ROWS}, [AHEAD]),
-}  # fmt: skip
+    "step": (300, [4, 2, 1, 4, 4]),
+    "memory": (20_000, [3]),
+    "precision": (300, [len(precision.FORMS[::3])]),
+    "lookup": (500, [3, 3, 3]),
+    "prefetch": (ROWS, [7]),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -180,20 +164,16 @@ def drops_pages():
         pytest.skip(str(error))
 
 
-def run_all(groups):
-    """Measure every group once; return the names of the cases that ran in each."""
-    assert len({group.title for group in groups}) == len(groups)
-    return [[case.name for case in measure(group, CPU, **FAST).ran] for group in groups]
-
-
 @pytest.mark.parametrize("suite", RUNS)
 def test_each_runs_small(suite, in_this_process, monkeypatch):
     """Contenders run and pass their checks; groups take options of others."""
-    options, names = RUNS[suite]
+    rows, counts = RUNS[suite]
     monkeypatch.setattr(precision, "FORMS", precision.FORMS[::3])
     if suite == "prefetch":
         drops_pages()
-    assert run_all(SUITES[suite].groups(CPU, True, **options, seed=1, whatever=1)) == names
+    groups = SUITES[suite].groups(CPU, True, rows=rows, seed=1, whatever=1)
+    assert len({group.title for group in groups}) == len(groups)
+    assert [len({case.name for case in measure(group, CPU, **FAST).ran}) for group in groups] == counts
 
 
 @pytest.mark.parametrize("suite", SUITES)
@@ -217,10 +197,7 @@ def taken_of(experiment, number):
     return case, case.run.__self__
 
 
-@pytest.mark.parametrize(
-    ("experiment", "number"),
-    [("size", 0), ("size", 2), ("small step", 3), ("idle rows", 1)],
-)
+@pytest.mark.parametrize(("experiment", "number"), [("size", 0), ("size", 2), ("small step", 3), ("idle rows", 1)])
 def test_a_wrong_step_is_noticed(experiment, number):
     case, taken = taken_of(experiment, number)
     row, emb = taken.task.checked[0].flatten()[0], taken.model.tables[0]
@@ -274,12 +251,12 @@ def test_wrong_rows_of_a_lookup_are_noticed():
 @pytest.mark.slow
 def test_memory_of_a_table_in_a_process_of_its_own():
     """With more rows than one step takes."""
-    taken = memory.measured(LAZY, "AdamW", 50_000, CPU)
+    taken = memory.measured("speedtransfer, pageable", "AdamW", 50_000, CPU)
     planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
     assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
     assert taken["device_bytes"] == 0
     with pytest.raises(HostMemoryError, match=r"failed: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"):
-        memory.measured(LAZY, "AdamW", 10**12, CPU)
+        memory.measured("speedtransfer, pageable", "AdamW", 10**12, CPU)
 
 
 def test_what_a_table_may_take(monkeypatch):

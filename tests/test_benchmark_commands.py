@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import raising
 
-from speedtransfer.benchmark import commands
 from speedtransfer.benchmark.measure import EFFORT, SUITES, Case, Group, Suite
 from speedtransfer.benchmark.report import markdown, plot
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.cli import main
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def run(monkeypatch, capfd, tmp_path):
-    """Return a function that runs the command here, in an empty folder: exit code, standard output and error."""
+def run(run, monkeypatch, tmp_path):
+    """Return a function that runs the command here, in an empty folder; what is measured does not matter."""
     monkeypatch.chdir(tmp_path)
-    # What is measured does not matter here.
     for quick in EFFORT:
         monkeypatch.setitem(EFFORT, quick, {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01})
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["speedtransfer", "bench", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return int(stop.value.code or 0), *capfd.readouterr()
-
-    return run
+    return functools.partial(run, "bench")
 
 
 @pytest.fixture
@@ -62,13 +53,6 @@ def group_of(title, *cases, **params):
     return Group(title, lambda: list(cases), params)
 
 
-def failing(error):
-    def run(*arguments, **options):
-        raise error
-
-    return run
-
-
 def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
     small = ["--quick", "--rows", "100", "--table-bytes", "262144"]
     code, out, err = run("transfer", *small, "--json", "t.json", "--plot", "new/plots", "--device", "cpu")
@@ -89,32 +73,8 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
         assert words in out
 
 
-BAD = """
-transfr -> 'transfer'
-transfer --table-bytes 65535 -> --table-bytes is 65535 but must be a number from 65536 on
-step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
-transfer --json folder -> name the file
-all --json file -> cannot write 'file/transfer.json'
-transfer --plot file/plots -> cannot write 'file/plots/report.md'
-"""
-
-
-@pytest.mark.parametrize("bad", BAD.strip().splitlines())
-def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkeypatch, bad):
-    (tmp_path / "file").write_text("precious")
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(commands, "run_suite", failing(RuntimeError("it measures")))
-    arguments, words = bad.split(" -> ")
-    code, out, err = run(*arguments.split())
-    assert code == 2, out + err
-    (line,) = [line for line in err.splitlines() if line.strip()]
-    assert words in line
-    assert files(tmp_path) == ["file"]
-    assert (tmp_path / "file").read_text() == "precious"
-
-
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
-    bad = Case("bad method", failing(RuntimeError("a fault")), role="ours")
+    bad = Case("bad method", raising(RuntimeError("a fault")), role="ours")
     only(transfer=[group_of("a gather", bad), group_of("a scatter", Case("good method", lambda: None))])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")
@@ -125,7 +85,7 @@ def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, t
 
 
 def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
-    slow = group_of("the second", Case("slow", failing(KeyboardInterrupt())))
+    slow = group_of("the second", Case("slow", raising(KeyboardInterrupt())))
     only(transfer=[], cache=[group_of("the first", Case("fast", lambda: None)), slow], step=[slow])
     code, _, err = run("step", "--json", "t.json", "--plot", "plots", "--device", "cpu")
     assert (code, err) == (130, "speedtransfer: aborted\n")

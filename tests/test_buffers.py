@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cases import concurrently
+from cases import concurrently, raising
 from in_child import forks, in_child
 
 from speedtransfer import buffers
@@ -29,18 +29,6 @@ def pool(monkeypatch):
 
 def empty(num_floats=LARGE):
     return buffers.empty((num_floats,), torch.float32, CPU)
-
-
-# --- used again -------------------------------------------------------------------------------------------------------
-
-
-def test_memory_comes_back():
-    tensors = [empty().fill_(i) for i in range(5)]
-    addresses = {t.data_ptr() for t in tensors}
-    assert len(addresses) == 5
-    assert [t[-1].item() for t in tensors] == [0, 1, 2, 3, 4]
-    del tensors
-    assert {t.data_ptr() for t in [empty() for _ in range(5)]} == addresses
 
 
 # --- never while somebody sees it -------------------------------------------------------------------------------------
@@ -93,10 +81,7 @@ def test_free_bytes_never_exceed_what_was_once_in_use(pool):
 
 
 def test_more_than_the_system_gives(monkeypatch):
-    def refuses(num_bytes):
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(buffers, "anonymous", refuses)
+    monkeypatch.setattr(buffers, "anonymous", raising(OSError(12, "Cannot allocate memory")))
     with pytest.raises(
         MemoryError, match=r"rows ask for .* which the system refused \(Cannot allocate memory\); "
     ) as error:

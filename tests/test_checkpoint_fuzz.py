@@ -187,26 +187,7 @@ def mutate(rng: random.Random, folder: Path, other: Path) -> None:
         (folder / "manifest.json").write_text("{")
 
 
-def header(rng: random.Random, folder: Path, other: Path) -> None:
-    """Change the header of a data file, and let the manifest follow."""
-    role = rng.choice(["model", "optimizer", "objects"])
-    data = data_file(folder, role).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    match rng.randrange(4):
-        case 0:
-            size = rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, len(data), len(data) - 8])
-            data = size.to_bytes(8, "little") + data[8:]
-        case 1:
-            data = data[:8] + rng.randbytes(length) + data[8 + length :]
-        case 2:
-            text = (b"[" * length)[:length]
-            data = data[:8] + text + data[8 + length :]
-        case 3:
-            data = data[: rng.randrange(len(data))]
-    replace_data(folder, role, data)
-
-
-DAMAGES = [change_bytes, change_bytes, mix, other_kind, mutate, mutate, header]
+DAMAGES = [change_bytes, change_bytes, mix, other_kind, mutate, mutate]
 
 
 @pytest.mark.parametrize("cases", [range(160), pytest.param(range(160, 6000), marks=pytest.mark.slow)], ids=len)

@@ -122,12 +122,19 @@ word2vec train good.txt -o out --dimm 3 -> --dimm
 word2vec nearest good.txt river -> good.txt
 trian -> trian
 calibrate --device tpu -> pass --device cpu or --device cuda:0
+bench transfr -> 'transfer'
+bench transfer --table-bytes 65535 -> --table-bytes is 65535 but must be a number from 65536 on
+bench step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
+bench transfer --json taken -> name the file
+bench all --json good.txt -> cannot write 'good.txt/transfer.json'
+bench transfer --plot good.txt/plots -> cannot write 'good.txt/plots/report.md'
 """
 
 
 @pytest.mark.parametrize("bad", BAD.strip().splitlines())
 def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("speedtransfer.benchmark.commands.run_suite", lambda *given: pytest.fail("measured"))
     texts = {"empty.txt": b"", "one.txt": b"word " * 1000, "binary.txt": bytes(range(256)) * 100}
     texts |= {"good.txt": b"the river and the bank of stone " * 200, "taken/vectors.bin": b"precious"}
     (tmp_path / "taken").mkdir()
@@ -143,7 +150,6 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
 
 
 def test_help_imports_neither_torch_nor_numpy():
-    """It is there at once."""
     commands = ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"]
     code = f"""
 import sys

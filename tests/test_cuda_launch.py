@@ -16,23 +16,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import refused
+from cases import raising, refused
 from test_engines import Stream
 
-from speedtransfer.cuda import (
-    launch,
-    memory,
-    pinned_empty,
-    status,
-    streams,
-)
+from speedtransfer.cuda import launch, memory, pinned_empty, status, streams
 from speedtransfer.cuda import status as cuda
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError, InvalidValueError
 
 
 class TestLaunch:
-    """A launch with another CuPy."""
-
     @pytest.fixture
     def cupy(self, monkeypatch):
         self.calls, self.asked = [], []
@@ -96,7 +88,6 @@ class TestBinaries:
 
     @pytest.fixture
     def compiled(self, monkeypatch, tmp_path):
-        """The options of each compilation."""
         found = []
 
         def compile_using_nvrtc(source, options):
@@ -304,25 +295,16 @@ class TestStatus:
         return cupy
 
     def test_available_is_said_when_a_kernel_has_been_compiled(self, monkeypatch, cupy):
-        def fail(code, options):
-            raise RuntimeError("libnvrtc.so.13: cannot open shared object file\nmore lines")
-
         assert cuda._missing("13.0", "14.2") == ("", ("A Device",))
-        cupy.RawModule = fail
-        monkeypatch.setattr("importlib.metadata.version", lambda name: self.not_installed(name))
+        cupy.RawModule = raising(RuntimeError("libnvrtc.so.13: cannot open shared object file\nmore lines"))
+        monkeypatch.setattr("importlib.metadata.version", raising(importlib.metadata.PackageNotFoundError()))
         assert cuda._missing("13.0", "14.2")[0] == (
             "CuPy 14.2 cannot compile kernels here: libnvrtc.so.13: cannot open shared object file; "
             "pip install 'cupy-cuda13x[ctk]'"
         )
 
-    def not_installed(self, name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
     def test_never_raises(self, monkeypatch):
-        def fail(*args):
-            raise OSError("the disk is on fire")
-
-        monkeypatch.setattr(cuda, "_driver_version", fail)
+        monkeypatch.setattr(cuda, "_driver_version", raising(OSError("the disk is on fire")))
         status = cuda.cuda_status.__wrapped__()
         assert not status.available
         assert "OSError: the disk is on fire" in status.reason

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import take_step
+from cases import raising, take_step
 from refusals import check_refused, refusals
 from test_engines import Event, Stream, cpu_as_cuda
 
@@ -73,14 +73,11 @@ class TestStreamOrder:
 
     @pytest.mark.parametrize(("where", "what"), [(Stream, "wait_event"), (Event, "record")])
     def test_nothing_stays_locked_where_cuda_fails(self, on, monkeypatch, where, what):
-        def fail(*args):
-            raise RuntimeError("CUDA error")
-
         order = StreamOrder(torch.device("cpu"))
         on(Stream(1), order.writing)
         on(Stream(2))
         with monkeypatch.context() as patch:
-            patch.setattr(where, what, fail)
+            patch.setattr(where, what, raising(RuntimeError("CUDA error")))
             with pytest.raises(RuntimeError, match="CUDA error"), order.reading():
                 pass
         with order.writing():
@@ -194,7 +191,6 @@ def test_refused(capturing):
 class TestGradientOfAGraph:
     @pytest.fixture
     def emb(self):
-        """An embedding whose gradient was made by a graph."""
         emb, _ = trained()
         emb(IDS).sum().backward()
         find_handle(emb.weight).pending.capture = 1

@@ -6,7 +6,6 @@ import copy
 import functools
 import random
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 
 
 def world(name: str = "adamw lazy", saved: Path | None = None, with_state: bool = False) -> World:
-    """Return a model as it is at first, or as it was saved."""
     made = World(name, with_state)
     if saved is not None:
         made.load(saved)
@@ -304,32 +302,6 @@ def test_killed_as_it_saves(tmp_path: Path) -> None:
     copy = world()
     copy.apply(path)
     assert copy.digest() == one.digest()
-
-
-def test_lookups_meanwhile_see_whole_rows(tmp_path: Path) -> None:
-    net, copy = (st.Embedding(4000, 64, _weight=torch.zeros(4000, 64)) for _ in range(2))
-    mark, paths = st.mark(net), []
-    for number in range(1, 6):
-        net.table.fill_(float(number))
-        paths.append(tmp_path / f"{number}.safetensors")
-        mark = st.save_delta(paths[-1], net, mark)
-    torn, stop = [], threading.Event()
-
-    def look() -> None:
-        ids = torch.randint(0, 4000, (500,))
-        while not stop.is_set():
-            with torch.no_grad():
-                rows = copy(ids)
-            torn.append(bool((rows != rows[:, :1]).any()))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    for path in paths:
-        st.apply_delta(path, copy)
-    stop.set()
-    thread.join()
-    assert torn
-    assert not any(torn)
 
 
 @pytest.mark.parametrize("before", ["nothing", "a copy", "a state dict", "a checkpoint of before the first step"])

@@ -203,7 +203,6 @@ MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
 def headings(tokens: list[Token]) -> list[tuple[str, str]]:
-    """The tag and the text of each."""
     pairs = itertools.pairwise(tokens)
     return [(token.tag, text_of(inline)) for token, inline in pairs if token.type == "heading_open"]
 

@@ -1,14 +1,17 @@
 """The engines on the CPU: the reference as it is; staged and mapped with the CPU in the part of the device."""
 
 import contextlib
+import mmap
 import types
 
+import numpy as np
 import pytest
 import torch
-from cpu_kernels import as_engine_kernels
+from cpu_kernels import cpu_kernels
 from engine_cases import EngineCases, PaddingCases
 
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
+from speedtransfer.engines.mapped import pack_plane
 from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
 
 
@@ -102,24 +105,56 @@ class TestStagedLogic(PaddingCases, OnCpu):
             StagedEngine("cpu", num_buffers=1)
 
 
+def sparse_plane(num_rows, dim):
+    """Return a float32 plane of more memory than there is: pages that nobody writes cost nothing."""
+    try:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        memory = mmap.mmap(-1, num_rows * dim * 4, flags=flags)
+    except (OSError, AttributeError) as error:
+        pytest.skip(f"no sparse memory of 9 GB here: {error}")
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.float32)).view(num_rows, dim)
+
+
 class TestMappedLogic(PaddingCases, OnCpu):
     @pytest.fixture(autouse=True)
-    def kernels(self, cpu_as_cuda, monkeypatch):
-        with as_engine_kernels(monkeypatch) as kernels:
-            yield kernels
+    def launches(self, cpu_as_cuda, monkeypatch):
+        """Run the kernels on the CPU, in one order of the threads or the other; return the names of those launched."""
+        kernels, seen = cpu_kernels(), []
 
-    @pytest.fixture(params=[None, 1], ids=["default launch", "one block"])
-    def engine(self, request):
-        return MappedEngine("cpu", max_blocks=request.param)
+        def load_kernel(source_name, function_name, device):
+            assert source_name == {"rows": "rows.cu", "converted": "convert.cu"}[function_name.split("_")[1]]
+            return function_name
 
-    @pytest.fixture
-    def launches(self, monkeypatch, kernels):
-        """What was launched: function and threads in all."""
-        seen, launch = [], kernels.launch
-        monkeypatch.setattr(
-            kernels, "launch", lambda name, *size_and_move: [seen.append(name), launch(name, *size_and_move)]
-        )
+        def launch_kernel(name, blocks, threads, argument, stream):
+            seen.append(name)
+            kernels.launch(name, blocks, threads, argument, backwards=len(seen) % 2 == 0)
+
+        for function in (load_kernel, launch_kernel):
+            monkeypatch.setattr(f"speedtransfer.engines.mapped.{function.__name__}", function)
         return seen
+
+    @pytest.fixture(params=[(None, 256), (1, 3), (2, 32), (3, 7)], ids=str)
+    def engine(self, request):
+        return MappedEngine("cpu", *request.param)
+
+    def test_every_lane_is_read_once(self, engine):
+        for width, count in [(4, 1), (4, 300), (48, 29), (512, 300), (528, 29), (3000, 300)]:
+            plane, rows = (torch.zeros(n, width, dtype=torch.uint8) for n in (37, count))
+            for move in (engine.gather, engine.scatter):
+                move([plane], torch.arange(count) % 37, [rows])
+                assert cpu_kernels().lanes_read == count * pack_plane(plane, rows)[3]
+
+    def test_more_than_2_to_the_31_elements(self, engine):
+        plane = sparse_plane(2**31 // 64 + 1000, 64)
+        index, rows, out = (
+            torch.tensor([len(plane) - 1, 0, 2**31 // 64, 2**30 // 64]),
+            torch.randn(4, 64),
+            torch.zeros(4, 64),
+        )
+        engine.scatter([plane], index, [rows])
+        assert torch.equal(plane[index], rows)
+        engine.gather([plane], index, [out])
+        assert torch.equal(out, rows)
 
     def test_all_planes_go_in_one_launch(self, launches):
         engine, index = MappedEngine("cpu"), torch.tensor([3, 1])
@@ -130,8 +165,8 @@ class TestMappedLogic(PaddingCases, OnCpu):
         engine.scatter(halves, index, [torch.zeros(2, plane.shape[1]) for plane in planes])
         assert launches[1:] == ["scatter_converted"]
 
-    def test_a_row_that_does_not_exist_is_zeros(self, engine):
-        planes, index = [torch.randn(9, 8), torch.randn(9, 3)], torch.tensor([8, 9, 0, -4])
+    def test_a_row_that_does_not_exist_is_zeros_and_scattered_nowhere(self, engine):
+        planes, index = [torch.randn(9, 8), torch.randn(9, 3).half()], torch.tensor([8, 9, 0, -4])
         rows = [torch.ones(4, 8), torch.ones(4, 3)]
         engine.gather(planes, index, rows, check=True)
         with pytest.raises(RowIndexError) as error:
@@ -141,7 +176,10 @@ class TestMappedLogic(PaddingCases, OnCpu):
             "clamp or filter the index"
         )
         for plane, out in zip(planes, rows, strict=True):
-            assert torch.equal(out, torch.stack([plane[8], torch.zeros_like(plane[0]), plane[0], 0 * plane[0]]))
+            assert torch.equal(out, torch.stack([plane[8], torch.zeros_like(plane[0]), plane[0], 0 * plane[0]]).float())
+        engine.scatter(planes, torch.tensor([2, 9, -1, 2**62]), [torch.full_like(part, 7) for part in rows])
+        for plane in planes:
+            assert plane.eq(7).all(1).nonzero().flatten().tolist() == [2]
 
     def test_capture(self, engine, launches, monkeypatch):
         """What the device does alone is captured; the rest says so before it harms the capture."""

@@ -10,14 +10,7 @@ from engine_cases import Twice, cached
 from in_child import forks, in_child
 from test_engines import OnCpu
 
-from speedtransfer.engines import (
-    HostEngine,
-    LfuPolicy,
-    ReferenceEngine,
-    cache_kernels,
-    cache_slots,
-    faults_left,
-)
+from speedtransfer.engines import HostEngine, LfuPolicy, ReferenceEngine, cache_kernels, cache_slots, faults_left
 from speedtransfer.engines.cache_policy import NO_ROW
 from speedtransfer.errors import InvalidValueError
 
@@ -51,7 +44,6 @@ class ByKernels(HostEngine):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Run the kernels of caches on the CPU; return their names."""
     return launch_by_cpu(monkeypatch, cache_kernels)
 
 
@@ -105,8 +97,6 @@ def test_kernels_leave_ids_of_no_row_alone(launches):
 
 
 class Counting(HostEngine):
-    """Notes the ids that it moves."""
-
     def __init__(self):
         super().__init__()
         self.gathered, self.scattered, self.after_gather = [], [], lambda: None

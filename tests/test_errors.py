@@ -84,7 +84,6 @@ SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 
 
 def with_vocabulary(ids: Any) -> Any:
-    """Look up in a table with a vocabulary."""
     return st.Embedding(10, 4, vocabulary=st.Vocabulary())(ids)
 
 

@@ -95,8 +95,6 @@ def test_an_index_of_files_elsewhere(tmp_path: Path) -> None:
 
 
 class Runs:
-    """What a pickle can do."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

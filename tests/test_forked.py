@@ -62,7 +62,6 @@ class Training:
 
 
 def checkpoint(run: Training) -> Any:
-    """Save in this process, and return what a new model reads."""
     model = nn.ModuleDict({"emb": nn.Embedding(ROWS, DIM)})
     path, opt = run.path.with_name("checkpoint"), torch.optim.AdamW(model.parameters())
     st.save_checkpoint(path, run.model, run.opt)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import raising
 from cpu_kernels import launch_by_cpu
 from lazy_oracle import Twins
 from torch import Tensor, nn
@@ -307,9 +308,6 @@ def test_a_step_that_fails(
 ) -> None:
     """It leaves the table, the state and the gradient as they were, and can be made again."""
 
-    def no_launch(*args: Any, **given: Any) -> None:
-        raise DeviceError("no launch")
-
     pair = twins(OPTIMIZERS["adam"], **options)
     pair.train(pair.batches(12))
     pair.zero_grad()
@@ -323,7 +321,7 @@ def test_a_step_that_fails(
     before = everything()
     with monkeypatch.context() as patch:
         if error is DeviceError:
-            patch.setattr(fused_step, "launch_over", no_launch)
+            patch.setattr(fused_step, "launch_over", raising(DeviceError("no launch")))
         else:
             patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
         with pytest.raises(error):

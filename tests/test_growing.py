@@ -15,7 +15,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from cases import refused, take_step
+from cases import raising, refused, take_step
 from forked import run_script
 from lazy_oracle import squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
@@ -173,7 +173,6 @@ SUFFIXES = pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 
 
 def read(path: Path) -> torch.Tensor:
-    """Return what other programs read in the file."""
     if path.suffix == ".npy":
         return torch.from_numpy(np.load(path))
     return safetensors.torch.load_file(path)["weight"]
@@ -296,10 +295,7 @@ def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypa
     table = filled(path)
     before = path.read_bytes()
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(*BROKEN[broken], fail)
+    monkeypatch.setattr(*BROKEN[broken], raising(OSError(28, "No space left on device")))
     with refused(StorageError, r"cannot make the files of the table longer, .*No space left on device"):
         table.grow(1000)
     monkeypatch.undo()

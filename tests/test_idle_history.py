@@ -104,14 +104,7 @@ def adam_steps(count: int, first: float, second: float, eps: float = 1e-8, decay
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-12}
 BETAS = [(0.9, 0.999), (0.95, 0.95), (0.0, 0.999), (0.9, 0.0), (0.98, 0.9999), (0.9, 0.5)]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1e-15])
-@pytest.mark.parametrize("betas", BETAS, ids=str)
-def test_sums_of_terms(betas: tuple[float, float], eps: float, dtype: torch.dtype) -> None:
-    check(Sums(dtype), adam_steps(300, *betas, eps=eps, decay=0.5), dtype, TOLERANCE[dtype])
+EPS = [1e-8, 1e-3, 1e-15]
 
 
 def mixtures(count: int, lr: float, momentum: float, stays: float) -> list[IdleStep]:
@@ -135,6 +128,7 @@ OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
     "mixtures": (Mixes, mixtures(400, 0.001, 0.99, 0.0)),
     # Products of a line and of the blocks after it are put together as matrices too.
     "mixtures of many blocks": (Mixes, mixtures(1_100, 0.0001, 0.999, 1.0)),
+    **{f"betas {b}, eps {e}": (Sums, adam_steps(300, *b, eps=e, decay=0.5)) for b in BETAS for e in EPS},
     # The table grows at 256 lines; a line is final after its horizon.
     **{f"{count} steps": (Sums, adam_steps(count, 0.9, 0.999, decay=0.1)) for count in (1, 257)},
 }
@@ -142,7 +136,7 @@ OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_steps(name: str, dtype: torch.dtype) -> None:
+def test_sums_of_terms(name: str, dtype: torch.dtype) -> None:
     kind, steps = OTHERS[name]
     check(kind(dtype), steps, dtype, 3 * TOLERANCE[dtype] if "many" in name else TOLERANCE[dtype])
 

@@ -76,7 +76,6 @@ class World:
         return found + [v.clone() for key in sorted(state) for _, v in sorted(state[key].items()) if torch.is_tensor(v)]
 
     def now(self) -> list[Tensor]:
-        """Return the weights as they are."""
         with torch.no_grad():
             tables = self.emb if self.name == "features" else [self.emb]
             return [*(table.weight.detach() + 0 for table in tables), self.model["dense"].weight + 0]
@@ -107,7 +106,6 @@ class World:
         return fresh.all() + self.all()
 
     def is_free(self) -> bool:
-        """Tell whether another thread gets the lock of the rows."""
         lock = self.emb._handle.rows.lock
         return elsewhere(lambda: lock.acquire(timeout=0.2) and (lock.release() or True))
 
@@ -147,7 +145,6 @@ def loaded(world: World, number: int) -> None:
 
 
 def apart(world: World, number: int) -> None:
-    """Leave a feature of each table out."""
     world.opt.zero_grad()
     for shift, table in enumerate(world.tables):
         table[(number + shift) % 2](rows_of(number) % 10).square().sum().backward()

@@ -7,18 +7,15 @@ import functools
 import itertools
 import math
 import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from cases import take_step
 from refusals import check_refused, refusals
 from sweeps import few
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
@@ -133,8 +130,6 @@ def test_trains_as_the_formula_does(name, make):
 
 
 class Two(nn.Module):
-    """Layers that share their values."""
-
     def __init__(self, values: nn.Module) -> None:
         super().__init__()
         self.first, self.second = layer(values=values), layer(1, values=values)
@@ -281,29 +276,6 @@ def test_autocast_and_half_precision():
     for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
         with context:
             torch.testing.assert_close(memory.eval()(x.bfloat16()), dense.eval()(x.bfloat16()))
-
-
-def in_two(options: dict[str, Any], rows: Any) -> None:
-    """Each process has its own half of a batch; one process with all of it trains the same."""
-    rank = dist.get_rank()
-    options = options and {**options, "process_group": dist.group.WORLD}
-    memory, one = layer(**options), layer()
-    warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-    run = DistributedDataParallel(memory)
-    optimizers = [ADAMW(each.parameters()) for each in (memory, one)]
-    for each in (memory, one):
-        each.train_rows(rows)
-    for step in range(4):
-        x = hidden(4, seed=step)
-        for opt, found in zip(optimizers, (run(x[rank::2]), one(x)), strict=True):
-            take_step(opt, found.square().mean())
-    torch.testing.assert_close(memory(hidden(5)), one(hidden(5)), **CLOSE)
-
-
-@pytest.mark.parametrize("rows", few([None, range(20)], None), ids=["all", "masked"])
-@pytest.mark.parametrize("options", [{}, {"memory": "auto"}, {"memory": "shared"}], ids=["DDP", "shared out", "shared"])
-def test_in_two_processes(two, options, rows):
-    two(in_two, options, rows)
 
 
 WRONG = """

@@ -93,7 +93,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(made: Path, tmp_path: Path) -> Path:
-    """Return a folder with what `chain` makes."""
     return shutil.copytree(made, tmp_path / "saved")
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import emulated
 from speedtransfer.cuda import cuda_status
 from speedtransfer.engines import calibration
 
@@ -22,10 +21,6 @@ HERE = Path(__file__).parent
 
 # Streams that share one of the device's queues wait for each other: enough queues for all that a test has.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-def pytest_configure():
-    emulated.install()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -70,7 +65,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def device():
-    """The compute device of the tests."""
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,77 +1,16 @@
-"""Rows converted on the way, by every engine: every half there is, float32 chosen to be hard; and the bits of small forms."""
+"""Rows in small forms have the bits of the CPU. Rows converted on the way: tests/engine_cases.py."""
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
-from cases import same_values
-from engine_cases import FLOATS
 
-from gpu.tools import ENGINES, WAYS, store_in
 from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.encoding.rounding import Keys, write_key
 from speedtransfer.encoding.split24 import Split24
-
-PAIRS = [
-    pytest.param(*pair, id="-".join(str(dtype).removeprefix("torch.") for dtype in pair))
-    for pair in itertools.permutations(FLOATS, 2)
-]
-
-
-def all_halves(dtype):
-    """Return every value that `dtype`, of 16 bits, has."""
-    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-
-
-def hard_values(dtype):
-    """Return values of `dtype` whose conversion may go wrong: all of a half; for float32, ties and their neighbours too."""
-    if dtype != torch.float32:
-        return all_halves(dtype)
-    halves = [all_halves(half).float() for half in (torch.float16, torch.bfloat16)]
-    near = []
-    for some in halves:
-        finite = some[some.isfinite()].double().sort().values.unique()
-        ties = ((finite[1:] + finite[:-1]) / 2).float()
-        near += [ties, torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)]
-    random = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    return torch.cat([*halves, *near, random.view(torch.float32)])
-
-
-def as_rows(values, width):
-    """Return `values` as rows of `width`, the last one filled up with zeros."""
-    rows = torch.zeros(-(-len(values) // width), width, dtype=values.dtype)
-    rows.view(-1)[: len(values)] = values
-    return rows
-
-
-def check_conversion(engine, device, store, stored, dense, width, step=1):
-    content, new = as_rows(hard_values(stored)[::step], width), as_rows(hard_values(dense)[::step], width)
-    plane, count = store(content), len(content)
-    index = torch.from_numpy(np.random.default_rng(width).permutation(count))
-    rows = torch.ones(count, width, dtype=dense, device=device)
-    engine.gather([plane], index.to(device), [rows])
-    same_values(rows, content[index].to(dense))
-    plane = store(torch.ones(len(new) + 3, width, dtype=stored))
-    index = torch.from_numpy(np.random.default_rng(width).permutation(len(new) + 3)[: len(new)])
-    engine.scatter([plane], index.to(device), [new.to(device)])
-    engine.wait()
-    expected = torch.ones(len(new) + 3, width, dtype=stored)
-    expected[index] = new.to(stored)
-    same_values(plane, expected)
-
-
-@pytest.mark.parametrize(("stored", "dense"), PAIRS)
-@pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
-def test_hard_values(device, tmp_path, memory, name, stored, dense):
-    check_conversion(ENGINES[name](device), device, store_in(memory, device, tmp_path), stored, dense, 24)
-
-
-# --- small forms: the bits of the CPU -----------------------------------------------------------------------------------
 
 CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
 CODECS += [Split24(100), Split24(131)]

@@ -1,7 +1,5 @@
 """Steps by one kernel on a CUDA device: what the optimizer would have done, where the planes are."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases import take_step
@@ -65,18 +63,7 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **
         name: value.decode() if isinstance(value, EncodedPlane | PlaneView) else value for name, value in state.items()
     }
     found = {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "linear": linear.weight.detach(), **state}
-    return {name: value.cpu().clone() for name, value in found.items()}, emb.table.stats()
-
-
-def assert_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def assert_counted(found, expected):
-    """Rows are read and written as often, but that the first step of a process may read its rows once more."""
-    some = ("gathered_rows", "gathered_bytes", *(name for name in vars(found) if name.startswith("cache")))
-    assert replace(found, **dict.fromkeys(some, 0)) == replace(expected, **dict.fromkeys(some, 0))
-    assert expected.gathered_rows <= found.gathered_rows <= expected.gathered_rows + NUM_ROWS
+    return {name: value.cpu().clone() for name, value in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -97,8 +84,7 @@ def test_a_training_as_the_ordinary_way(make, memory, dim, layout, idle, cached,
     monkeypatch.setenv(SWITCH, "0")
     expected = train(memory, device, make, dim, padding_idx=0, idle=idle, **cached)
     assert len(fused) == 11
-    assert_same(found[0], expected[0])
-    assert_counted(found[1], expected[1])
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.skipif(fakegpu is not None, reason="the emulator rounds as torch does on the CPU")
@@ -109,10 +95,10 @@ def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
         return kind(params, 0.01, weight_decay=0.1, foreach=foreach)
 
     monkeypatch.delenv(SWITCH)
-    found, _ = train("pinned", device, make)
+    found = train("pinned", device, make)
     assert len(fused) == 11
     monkeypatch.setenv(SWITCH, "0")
-    expected, _ = train("pinned", device, make)
+    expected = train("pinned", device, make)
     assert len(fused) == 11
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -1,57 +1,16 @@
-"""Exact idle rows on a CUDA device: as on the host, also where the device skips steps, and without a wait for it."""
+"""Exact idle rows on a CUDA device that skips steps, without a wait for it. Every optimizer: test_training.py."""
 
 import math
 
 import pytest
 import torch
-from cases import take_step
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import ALL, COUPLED, case_named
+from optimizer_cases import case_named
 from torch import nn
-from torch.optim import lr_scheduler
 
 from gpu.tools import embedding_in
 
 ROWS, DIM = 60, 16
-
-
-def train(module, make, device, steps=120, dtype=torch.float32):
-    optimizer = make(module.parameters())
-    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.55 + 0.45 * math.cos(math.pi * step / steps))
-    for ids, target in skewed_batches(ROWS, DIM, steps, size=8, dtype=dtype):
-        take_step(optimizer, squared_loss(module(ids.to(device)), target.to(device)))
-        schedule.step()
-    return module.state_dict()["weight"].cpu().clone(), optimizer.state_dict()["state"].get(0, {})
-
-
-def ours(memory, device, folder, **options):
-    return embedding_in(memory, folder, device, ROWS, DIM, **{"idle": "exact", **options})
-
-
-def without_kernels(monkeypatch):
-    for module in ("missed", "replay"):
-        monkeypatch.setattr(f"speedtransfer.idle.{module}.is_trusted", lambda *_: False)
-
-
-WITH_KERNELS = [pytest.param(case, True, id=str(case)) for case in (*ALL, *COUPLED)]
-WITH_TORCH = [pytest.param(case, False, id=f"{case}-torch") for case in (ALL[5], ALL[7], ALL[12], COUPLED[0])]
-
-
-@pytest.mark.parametrize(("case", "trusted"), WITH_KERNELS + WITH_TORCH)
-def test_every_optimizer_as_on_the_cpu(case, trusted, device, tmp_path, monkeypatch):
-    """Batches repeat ids, so that rows of padding follow the unique ones."""
-    if not trusted:
-        without_kernels(monkeypatch)
-    found = []
-    for where, memory in (("cpu", "pageable"), (device, "pinned")):
-        module = ours(memory, where, tmp_path)
-        start = module.weight.detach().cpu().clone()
-        found.append(train(module, case.make, where, steps=25))
-    moved = float((found[0][0] - start).abs().max())
-    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=1e-4 * moved)
-    for key, value in found[0][1].items():
-        if isinstance(value, torch.Tensor) and value.dim():
-            torch.testing.assert_close(found[1][1][key].cpu(), value, rtol=0, atol=1e-4 * float(value.abs().max()))
 
 
 FUSED = [case_named(name) for name in ("adamw", "adam-amsgrad", "adam-weight-decay", "sgd-momentum-weight-decay")]
@@ -62,9 +21,11 @@ FUSED = [case_named(name) for name in ("adamw", "adam-amsgrad", "adam-weight-dec
 def test_steps_that_a_scaler_skips_on_the_device(case, memory, trusted, device, tmp_path, monkeypatch):
     """A row may be read before the host knows of them; a full batch may step the rows in place."""
     if not trusted:
-        without_kernels(monkeypatch)
+        for module in ("missed", "replay"):
+            monkeypatch.setattr(f"speedtransfer.idle.{module}.is_trusted", lambda *_: False)
     torch.manual_seed(3)
-    modules = ours(memory, device, tmp_path), nn.Embedding(ROWS, DIM).to(device)
+    ours = embedding_in(memory, tmp_path, device, ROWS, DIM, idle="exact")
+    modules = ours, nn.Embedding(ROWS, DIM).to(device)
     with torch.no_grad():
         modules[1].weight.copy_(modules[0].table.torch())
     optimizers = [case.make(module.parameters(), fused=True) for module in modules]

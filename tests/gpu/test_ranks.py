@@ -13,7 +13,6 @@ from cases import take_step
 from ranks.pair import Pair, table
 
 import speedtransfer as st
-from gpu import emulated
 from gpu.tools import FORMS, embedding_in
 
 ROWS, DIM = 300, 16
@@ -64,7 +63,6 @@ def test_ids_out_of_range_are_told_at_the_lookup(device, group):
 
 
 def in_two_processes(memory, idle):
-    emulated.install()
     options = {"device": torch.device("cuda", 0), "idle": idle}
     ours = table("shared", **options) if memory == "shared" else table("sharded", memory=memory, **options)
     return Pair(ours, table("one", **options), torch.optim.AdamW).train(*range(6))

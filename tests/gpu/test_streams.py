@@ -12,9 +12,9 @@ import torch
 from engine_cases import any_bits
 
 import speedtransfer as st
-from gpu.tools import DEVICE_ENGINES, ENGINES, WAYS, check_same, hold, no_garbage, pinned, store_in  # noqa: F401
+from gpu.tools import DEVICE_ENGINES, ENGINES, WAYS, check_same, hold, no_garbage, store_in  # noqa: F401
 from speedtransfer.cuda.status import load_cupy
-from speedtransfer.engines import MappedEngine, StagedEngine
+from speedtransfer.engines import StagedEngine
 
 WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
 
@@ -52,12 +52,8 @@ class TestNothingElse:
 
     def test_gathers_of_two_streams(self, device):
         """They read the same planes: neither waits for the other."""
-        table, mine, other = (
-            st.Table(1000, 64, memory="pinned", device=device),
-            torch.cuda.Stream(),
-            torch.cuda.Stream(),
-        )
-        table.normal_()
+        table = st.Table(1000, 64, memory="pinned", device=device).normal_()
+        mine, other = torch.cuda.Stream(), torch.cuda.Stream()
         index = torch.arange(1000, device=device)
         for warm in WARM:
             torch.cuda.synchronize()
@@ -104,26 +100,6 @@ def test_a_buffer_that_grows_frees_nothing(device, monkeypatch):
     assert freed
     side.synchronize()
     check_same([rows], [plane])
-
-
-def test_a_stream_of_another_library(device):
-    """CuPy's streams come and go, and their addresses with them."""
-    cupy, plane = load_cupy(), pinned(torch.zeros(100, 4))
-    engine, ours = MappedEngine(device), torch.arange(100, device=device)
-    out = torch.zeros(100, 4, device=device)
-    for step in range(20):
-        theirs = cupy.cuda.Stream(non_blocking=True)
-        stream = torch.cuda.ExternalStream(theirs.ptr, device=device)
-        index, rows = torch.arange(100, device=device), torch.full((100, 4), step + 1.0, device=device)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            hold(stream, 5)
-            engine.scatter([plane], index, [rows])
-        engine.gather([plane], ours, [out])
-        assert out.eq(step + 1).all()
-        stream.synchronize()
-        del index, rows  # before the stream that torch's allocator asks about them
-        del stream, theirs
 
 
 DEAD_STREAM = """

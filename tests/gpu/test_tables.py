@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import NO_NUMPY_DTYPES, assert_same_bits, numbers, one_line, write_parts
-from safetensors.torch import save_file
+from cases import NO_NUMPY_DTYPES, assert_same_bits, numbers, one_line
 from table_cases import ConvertCases, CopyCases, GatherCases, ScatterCases, TableContract, TableOfRecords
 from test_tables_opened import ReadOnly
 
@@ -22,8 +21,6 @@ def gather_and_wait(table, index, planes):
 
 
 class OnCuda(TableContract):
-    """The contract, and what a device adds to it."""
-
     def test_rows_are_gathered_to_the_device(self):
         table = self.numbered()
         assert table.gather([1]).device == self.device
@@ -89,8 +86,6 @@ class OnCuda(TableContract):
 
 
 class CupyViews:
-    """Memories that CUDA addresses have a CuPy view."""
-
     def test_cupy_view(self, dtype):
         table = self.filled(numbers((30, 3), dtype))
         if dtype in NO_NUMPY_DTYPES:
@@ -199,45 +194,3 @@ class TestOpenedThroughACache(ReadOnly):
 class TestPinnedThroughACache(TableContract):
     memory, options = "pinned", {"cache_rows": 3}
     test_calls_on_another_stream_see_the_rows = OnCuda.test_calls_on_another_stream_see_the_rows
-
-    def test_stats(self):
-        table = self.make(10, 4)
-        table.gather([[1, 2], [2, 9]])
-        table.gather(torch.tensor([9, 3], device=self.device))
-        stats = table.stats()
-        assert stats.cache_hits + stats.cache_misses == stats.gathered_rows == 6
-        assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes == 96
-
-
-# --- rows read in place from published files --------------------------------------------------------------------------
-
-IDS = torch.randint(301, (40, 30), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(params=["parts", "one"])
-def opened(request, tmp_path, device):
-    values = numbers((301, 12), torch.float32)
-    if request.param == "one":
-        save_file({"weight": values}, tmp_path / "a.safetensors")
-        return tmp_path / "a.safetensors", values
-    return write_parts(tmp_path, values, pads=(1, 6)), values
-
-
-def test_modules_of_opened_tables(opened, device):
-    parts, values = opened
-    emb, dense = st.Embedding.from_pretrained(st.Table.open(parts, device=device)), values.to(device)
-    ids = IDS.to(device)
-    assert_same_bits(emb(ids), dense[ids])
-    with torch.no_grad():
-        assert_same_bits(emb(ids), dense[ids])
-        assert_same_bits(emb(emb.prefetch(IDS)), dense[ids])
-    assert_same_bits(emb.weight.detach().clone(), dense)
-    with torch.no_grad(), pytest.raises(OSError, match="read in place"):
-        emb.weight.zero_()
-    with pytest.raises(OSError, match="read in place"):
-        emb.requires_grad_()
-    bag = st.EmbeddingBag.from_pretrained(emb.table, mode="max")
-    assert_same_bits(bag(ids), torch.nn.EmbeddingBag.from_pretrained(dense, mode="max")(ids))
-    moved = st.Embedding.from_pretrained(st.Table.open(parts, device="cpu")).to(device)
-    assert_same_bits(moved(ids), dense[ids])
-    assert_same_bits(moved.cpu()(IDS), values[IDS])

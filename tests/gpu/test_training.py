@@ -9,7 +9,7 @@ import torch
 from cases import take_step
 from checkpoint_cases import digest
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
-from optimizer_cases import case_named
+from optimizer_cases import ALL, COUPLED, case_named
 from reading_ahead import at_once, by_loader, by_ticket
 from test_training_loops import PROGRAMS, run
 from torch import nn
@@ -68,6 +68,7 @@ def vocabulary(**about: Any) -> dict[str, Any]:
 HOST = ("pinned", "pageable", "mmap")
 LAZY = ("adamw", "adamw-fused", "adam-foreach", "adamax", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam")
 CASES = {name: Case({"idle": "lazy"}, name, memories=("pageable", "device")) for name in LAZY}
+CASES |= {f"exact, {case}": Case({"idle": "exact"}, case.name, memories=()) for case in (*ALL, *COUPLED)}
 CASES |= {
     "exact": Case({"idle": "exact", "padding_idx": 3}),
     "max_norm": Case({"idle": "lazy", "max_norm": 1.2}),
@@ -274,25 +275,3 @@ def test_checkpoints(memory, device, tmp_path):
     train_on_random_rows(*back, device)
     # Sums on a GPU come in any order.
     torch.testing.assert_close(there[0].state_dict(), back[0].state_dict(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"storage_dtype": torch.bfloat16}, {"cache_rows": 9}], ids=["float32", "bfloat16", "cache"]
-)
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_views_that_are_kept(device, memory, options, tmp_path):
-    """They show the rows of now, on the device and on the host, and write to them."""
-    if memory == "device" and "cache_rows" in options:
-        pytest.skip("the rows are on the device")
-    emb = embedding_in(memory, tmp_path, device, NUM_ROWS, DIM, idle="exact", **options)
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-    kept = [emb.weight.data, emb.weight.data[3:9], emb.table.torch(), emb.state_dict()["weight"]]
-    for ids, target in skewed_batches(NUM_ROWS, DIM, 12):
-        take_step(opt, squared_loss(emb(ids.to(device)), target.to(device)))
-    with torch.no_grad():
-        for part in (slice(3, 9), slice(None)):
-            wanted = emb(torch.arange(NUM_ROWS, device=device))[part].cpu()
-            found = [view.detach().cpu().float() for view in kept if len(view) == len(wanted)]
-            assert all(torch.equal(view, wanted) for view in found)
-        kept[1].fill_(0.5)
-        assert torch.equal(emb(torch.arange(3, 9, device=device)).cpu(), torch.full((6, DIM), 0.5))

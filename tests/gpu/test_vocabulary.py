@@ -16,7 +16,6 @@ from gpu.test_waits import recorded
 from gpu.tools import synchronizing
 from speedtransfer.vocabulary import device_map
 
-pytestmark = pytest.mark.gpu
 MEMORIES = ["pinned", "device"]
 
 

@@ -80,21 +80,14 @@ def test_the_kernel_stays_within_its_memory(kind, buckets):
     assert all(found.isfinite().all() for found in train(draw_block(50), "cuda", "device", model=kind, buckets=buckets))
 
 
-def trainer_on(device, kind, buckets, memory="auto"):
-    rng = np.random.default_rng(0)
-    corpus = Corpus(io.BytesIO(" ".join(rng.choice(WORDS, 6000)).encode()))
-    sizes = {"dim": 12, "epochs": 2, "block_words": 512, "shared_negatives": 16, "sample": 0}
-    # At the usual rate n-grams that most words share make a rounding grow ten thousand times in these steps.
-    lr = 0.003 if buckets else None
-    settings = Settings(**sizes, model=kind, buckets=buckets, device=device, memory=memory, optimizer="sgd", lr=lr)
-    return Trainer(corpus, settings)
-
-
 @pytest.mark.parametrize(("kind", "buckets"), KINDS)
 def test_training_is_that_of_the_host(kind, buckets):
-    found = []
+    sizes, found = {"dim": 12, "epochs": 2, "block_words": 512, "shared_negatives": 16, "sample": 0}, []
+    # At the usual rate n-grams that most words share make a rounding grow ten thousand times in these steps.
+    how = {"model": kind, "buckets": buckets, "optimizer": "sgd", "lr": 0.003 if buckets else None}
     for device in ("cpu", "cuda"):
-        trainer = trainer_on(device, kind, buckets)
+        corpus = Corpus(io.BytesIO(" ".join(np.random.default_rng(0).choice(WORDS, 6000)).encode()))
+        trainer = Trainer(corpus, Settings(device=device, **sizes, **how))
         trainer.run(TrainingProgress(enabled=False))
         found.append([trainer.model.word_vectors(), trainer.model.output.table.torch(), torch.tensor(trainer.loss)])
     for host, ours in zip(*found, strict=True):

@@ -209,7 +209,7 @@ long long launch_clusters(
 
 // Make a kernel whose blocks run in clusters of `size` a function of this library.
 #define KERNEL_CLUSTERS(name, size)                                                                              \
-    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+    extern "C" long long cpu_##name(                                                                             \
         unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
     ) {                                                                                                          \
         return launch_clusters(name, size, blocks, threads, argument, backwards);                                \

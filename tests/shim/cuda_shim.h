@@ -186,14 +186,9 @@ long long launch_together(
     return mistakes;
 }
 
-// Make the kernel `name` a function of this library. What emulates a device has a prefix of its own.
-#ifndef KERNEL_PREFIX
-#define KERNEL_PREFIX cpu_
-#endif
-#define JOINED_(prefix, name) prefix##name
-#define JOINED(prefix, name) JOINED_(prefix, name)
+// Make the kernel `name` a function of this library.
 #define KERNEL(name)                                                                                             \
-    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+    extern "C" long long cpu_##name(                                                                             \
         unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
     ) {                                                                                                          \
         return launch(name, blocks, threads, argument, backwards);                                               \
@@ -201,7 +196,7 @@ long long launch_together(
 
 // The same for a kernel with __syncthreads().
 #define KERNEL_TOGETHER(name)                                                                                    \
-    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+    extern "C" long long cpu_##name(                                                                             \
         unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
     ) {                                                                                                          \
         return launch_together(name, blocks, threads, argument, backwards);                                      \
