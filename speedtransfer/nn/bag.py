@@ -21,6 +21,10 @@ from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
 
+# This class may be put in its place.
+_OF_TORCH = nn.EmbeddingBag
+
+
 class EmbeddingBag(TableModule, nn.EmbeddingBag):
     """Replace ``torch.nn.EmbeddingBag``: the rows live in a :class:`~speedtransfer.Table`.
 
@@ -45,7 +49,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        super(nn.EmbeddingBag, self).__init__()
+        super(_OF_TORCH, self).__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.mode, self.sparse = scale_grad_by_freq, mode, sparse

@@ -23,6 +23,10 @@ from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
 
+# This class may be put in its place.
+_OF_TORCH = nn.Embedding
+
+
 class Embedding(TableModule, nn.Embedding):
     """Replace ``torch.nn.Embedding``: the rows live in a :class:`~speedtransfer.Table`, trained by any row-by-row optimizer.
 
@@ -109,7 +113,7 @@ class Embedding(TableModule, nn.Embedding):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        super(nn.Embedding, self).__init__()
+        super(_OF_TORCH, self).__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
