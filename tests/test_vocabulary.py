@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,9 +43,7 @@ def ids(*values: int) -> Tensor:
 
 def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None:
     """Train ids in a step of their own."""
-    optimizer.zero_grad()
-    module(ids(*values)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, module(ids(*values)).sum())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -167,7 +166,6 @@ def test_a_gradient_by_hand_after_rows_changed(known: bool) -> None:
     """Without the time of the lookup its rows may be those of other ids."""
     module, _ = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     with torch.no_grad():
         active = module.activate(ids(1))
     if known:
@@ -202,9 +200,7 @@ def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
     # Another use, of other values, keeps the rows after the first has got its gradient.
     vocabulary.update([1], torch.ones(1, DIM))
     later = (2 * module.weight).sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     module(torch.arange(10, 30))
     assert {1, 2} <= set(vocabulary.ids().tolist())
     later.backward()
@@ -320,7 +316,6 @@ def test_a_lookup_in_training_waits_for_none() -> None:
     """Between the look-up of ids and the leaf of autograd no other thread takes their rows."""
     module, vocabulary = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     read, others = Rows.read, []
 
     def late(rows: Rows, *args: Any, **options: Any) -> Any:
@@ -357,7 +352,6 @@ def test_functions_that_fail_change_nothing(about: dict[str, Any]) -> None:
     trained(module, optimizer, 1, 2)
     trained(module, optimizer, 1)
     before = vocabulary.export(), vocabulary.stats()
-    optimizer.zero_grad()
     with pytest.raises((RuntimeError, InvalidValueError), match=r"^no$|return a bool or a number for each"):
         module(ids(3, 4))
     assert vocabulary.stats() == before[1]
@@ -389,7 +383,6 @@ def test_functions_that_change_the_vocabulary_are_refused() -> None:
     module, vocabulary = made(2, evict="lru", on_evict=lambda *_: vocabulary.forget([0]))
     optimizer = sgd(module)
     trained(module, optimizer, 0, 1)
-    optimizer.zero_grad()
     with pytest.raises(InvalidValueError, match="within on_evict or evict"):
         module(ids(7))
     assert vocabulary.ids().tolist() == [0, 1]
@@ -404,7 +397,6 @@ def test_a_vocabulary_without_a_module_has_no_rows_to_update() -> None:
 def test_a_table_that_cannot_grow(evict: Any) -> None:
     module, vocabulary = made(2, max_capacity=100, evict=evict)
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     before = vocabulary.export()
     with mock.patch.object(Rows, "grow", side_effect=HostMemoryError("no room")):
         if evict is None:
@@ -575,9 +567,7 @@ def test_rows_of_deferred_lookups_whose_gradient_is_to_come_stay() -> None:
         opt.step()
     # The step was made, and those go as soon as they can.
     opt.zero_grad()
-    held.sum().backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, held.sum())
     assert vocabulary.clock == 3
     assert sorted(vocabulary.ids().tolist()) == [0, 1, 2, 7]
 

@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse
 
 from projects.data import write_atomic_files
-from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways
 
 pytest.importorskip("recbole", reason="RecBole is not installed: make projects")
 
@@ -100,8 +100,7 @@ def train(way: str, name: str) -> Outcome:
     return Outcome({"losses": trainer.train_loss_dict, "best": best, "valid": result, "test": tested}, {}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("name", MODELS)
 def test_recbole(name, way, double):
     compare(train, way, double, name)
