@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cases import take_step
+from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,7 +29,6 @@ DIM = 3
 def made(
     capacity: int = 4, kind: type = st.Embedding, module: dict[str, Any] | None = None, **about: Any
 ) -> tuple[Any, Any]:
-    """Return a module and its vocabulary."""
     vocabulary = st.Vocabulary(**about)
     return kind(capacity, DIM, vocabulary=vocabulary, **(module or {})), vocabulary
 
@@ -42,63 +42,75 @@ def ids(*values: int) -> Tensor:
 
 
 def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None:
-    """Train ids in a step of their own."""
     take_step(optimizer, module(ids(*values)).sum())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-WRONG = [
-    ({"capacity": 0}, "at least 1"),
-    ({"max_capacity": 0}, "at least 1"),
-    ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
-    ({"max_capacity": "48"}, "such as '48 GB'"),
-    ({"max_capacity": "0.5 B"}, "such as"),
-    ({"max_capacity": 1e6}, "or math.inf"),
-    ({"admit": "alwys"}, "did you mean 'always'"),
-    ({"admit": 0}, "from 1 to"),
-    ({"admit": 0.5}, "must be 'always'"),
-    ({"evict": "LRU"}, "did you mean 'lru'"),
-    ({"evict": 0}, "must be positive"),
-    ({"evict": 1.5}, "or a callable"),
-    ({"unseen": "zero"}, "did you mean 'zeros'"),
-    ({"seed": 1.5}, "must be an int"),
-    ({"half_life": 0}, "half_life is 0 but must be above 0"),
-    ({"on_evict": 3}, "pass a function"),
-    ({"deferred": 1}, "True or False"),
-]
+# `module` has a vocabulary, and gets no ids by any of these; `other` has none.
+REFUSED = r"""
+Vocabulary(capacity=0) -> InvalidValueError: capacity is 0 but must be at least 1
+Vocabulary(max_capacity=0) -> InvalidValueError: max_capacity is 0 but must be at least 1
+Vocabulary(capacity=5, max_capacity=4) -> InvalidValueError: max_capacity is 4 but capacity is 5
+Vocabulary(max_capacity="48") -> InvalidValueError: max_capacity is .* such as '48 GB'
+Vocabulary(max_capacity="0.5 B") -> InvalidValueError: max_capacity is .* such as
+Vocabulary(max_capacity=1e6) -> InvalidTypeError: max_capacity is .* or math\.inf
+Vocabulary(admit="alwys") -> InvalidValueError: admit is .* did you mean 'always'
+Vocabulary(admit=0) -> InvalidValueError: admit is 0 but must be from 1 to
+Vocabulary(admit=0.5) -> InvalidTypeError: admit is 0\.5 but must be 'always'
+Vocabulary(evict="LRU") -> InvalidValueError: evict is .* did you mean 'lru'
+Vocabulary(evict=0) -> InvalidValueError: evict is 0 .* must be positive
+Vocabulary(evict=1.5) -> InvalidTypeError: evict is 1\.5 .* or a callable
+Vocabulary(unseen="zero") -> InvalidValueError: unseen is .* did you mean 'zeros'
+Vocabulary(seed=1.5) -> InvalidTypeError: seed is 1\.5 but must be an int
+Vocabulary(half_life=0) -> InvalidValueError: half_life is 0 but must be above 0
+Vocabulary(on_evict=3) -> InvalidTypeError: on_evict is 3 .* pass a function
+Vocabulary(deferred=1) -> InvalidTypeError: deferred is 1 but must be True or False
+Vocabulary().update([1], torch.zeros(1, 2)) -> InvalidValueError: has no rows yet
+Embedding(4, 3, vocabulary="x") -> InvalidTypeError: must be a speedtransfer\.Vocabulary
+Embedding(4, 3, vocabulary=Vocabulary) -> InvalidTypeError: must be a speedtransfer\.Vocabulary
+Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3), device="meta") -> InvalidValueError: capacity .* is 4;
+Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=1.5) -> InvalidTypeError: integers of 64 bits
+Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=2**65) -> InvalidValueError: ids have 64 bits
+Embedding(4, 3, vocabulary=Vocabulary(initial=1e6), dtype=torch.float16) -> InvalidValueError: ends at 65504
+Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3)) -> InvalidValueError: capacity .* is 4;
+Embedding(4, 3, vocabulary=Vocabulary(), cache_rows=2, cache_counts=torch.ones(4)) -> InvalidValueError: leave cache_counts
+Embedding(4, 3, vocabulary=module.vocabulary) -> InvalidValueError: belongs to another module
+module([True]) -> InvalidTypeError: ids
+module([1.0]) -> InvalidTypeError: ids
+module(torch.tensor([1.0])) -> InvalidTypeError: ids
+module(torch.tensor([True])) -> InvalidTypeError: ids
+module(torch.zeros(0)) -> InvalidTypeError: ids
+module(["a"]) -> InvalidTypeError: ids
+module(None) -> InvalidTypeError: ids
+module([2**64]) -> InvalidValueError: ids
+module([[1], [2, 3]]) -> InvalidValueError: ids
+module.activate(unique_rows(ids(1, 2), 4, ids(1, 2))) -> InvalidTypeError: UniqueRows, which are numbers of rows
+module(other.prefetch(ids(1))) -> InvalidValueError: this ticket was made for
+setattr(module, "weight", other.weight) -> InvalidTypeError: weight of another table, whose ids are the numbers of its rows
+setattr(module, "weight", nn.Linear(3, 4).weight) -> InvalidTypeError: replaced by another parameter
+setattr(other, "weight", module.weight) -> InvalidValueError: padding_idx is 1 but
+nn.init.trunc_normal_(module.weight) -> InvalidTypeError: trunc_normal_ would cut them off at -2
+"""
 
 
-@pytest.mark.parametrize(("about", "text"), WRONG, ids=str)
-def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=text) as error:
-        st.Vocabulary(**about)
-    assert next(reversed(about)) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"vocabulary": "x"}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary(max_capacity=3), "device": "meta"}, "capacity .* is 4;"),
-        ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
-        ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
-        ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),
-        ({"vocabulary": st.Vocabulary(max_capacity=3)}, "capacity .* is 4;"),
-        ({"vocabulary": st.Vocabulary(), "cache_rows": 2, "cache_counts": torch.ones(4)}, "leave cache_counts"),
-    ],
-    ids=str,
-)
-def test_modules_that_cannot_have_a_vocabulary(options: dict[str, Any], text: str) -> None:
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=text):
-        st.Embedding(4, DIM, **options)
-
-
-def test_a_vocabulary_of_another_module() -> None:
+@pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
+def test_refused(refusal: Refusal) -> None:
     module, vocabulary = made()
-    with pytest.raises(InvalidValueError, match="belongs to another module"):
-        st.Embedding(4, DIM, vocabulary=vocabulary)
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "ids": ids,
+        "unique_rows": unique_rows,
+        "other": st.Embedding(4, 3, padding_idx=1),
+    }
+    check_refused(refusal, module=module, Vocabulary=st.Vocabulary, Embedding=st.Embedding, **names)
+    assert not vocabulary.ids().tolist()
+    assert vocabulary.initial == ("normal", 0.0, 1.0)
+
+
+def test_a_copy_of_a_vocabulary_is_for_another_module() -> None:
+    module, vocabulary = made()
     assert st.Embedding(4, DIM, vocabulary=vocabulary.copy()).vocabulary is not module.vocabulary
 
 
@@ -124,26 +136,6 @@ def test_ids_of_every_form(given: Any, expected: list[int]) -> None:
     assert out.shape == (*torch.Size(np.shape(given)), DIM)
     assert vocabulary.ids().tolist() == expected
     assert torch.equal(out.view(-1, DIM), module(expected))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [[True], [1.0], torch.tensor([1.0]), torch.tensor([True]), torch.zeros(0), ["a"], None, [2**64], [[1], [2, 3]]],
-    ids=repr,
-)
-def test_what_is_no_id(given: Any) -> None:
-    module, vocabulary = made()
-    with pytest.raises((InvalidTypeError, InvalidValueError), match="ids"):
-        module(given)
-    assert not vocabulary.ids().tolist()
-
-
-def test_tickets_of_tables_without_a_vocabulary() -> None:
-    module, _ = made()
-    with pytest.raises(InvalidTypeError, match="UniqueRows, which are numbers of rows"):
-        module.activate(unique_rows(ids(1, 2), 4, ids(1, 2)))
-    with pytest.raises(InvalidValueError, match="this ticket was made for"):
-        module(st.Embedding(4, DIM).prefetch(ids(1)))
 
 
 # --- gradients that come late -----------------------------------------------------------------------------------------
@@ -388,11 +380,6 @@ def test_functions_that_change_the_vocabulary_are_refused() -> None:
     assert vocabulary.ids().tolist() == [0, 1]
 
 
-def test_a_vocabulary_without_a_module_has_no_rows_to_update() -> None:
-    with pytest.raises(InvalidValueError, match="has no rows yet"):
-        st.Vocabulary().update([1], torch.zeros(1, 2))
-
-
 @pytest.mark.parametrize("evict", [None, "lru"])
 def test_a_table_that_cannot_grow(evict: Any) -> None:
     module, vocabulary = made(2, max_capacity=100, evict=evict)
@@ -448,11 +435,7 @@ def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill: Callable[
     assert torch.equal(rows, vocabulary.initial_values(known.numpy(), DIM, torch.float32))
 
 
-def test_values_that_rows_cannot_begin_with() -> None:
-    module, vocabulary = made()
-    with pytest.raises(InvalidTypeError, match="trunc_normal_ would cut them off at -2"):
-        nn.init.trunc_normal_(module.weight)
-    assert vocabulary.initial == ("normal", 0.0, 1.0)
+def test_a_conversion_to_a_dtype_without_the_values_that_rows_begin_with() -> None:
     module, _ = made(initial=1e6)
     module(ids(5, 6))
     with pytest.raises(InvalidValueError, match="ends at 65504"):
@@ -470,19 +453,8 @@ def test_two_modules_of_one_weight() -> None:
     assert second.vocabulary is vocabulary
     assert vocabulary.ids().tolist() == [10]
     assert torch.equal(first(ids(10)), second(ids(10)))
-
-
-def test_weights_that_mean_other_ids() -> None:
-    module, _ = made()
-    plain, padded = st.Embedding(4, DIM), st.Embedding(4, DIM, padding_idx=1)
-    with pytest.raises(InvalidTypeError, match="the weight of another table, whose ids are the numbers of its rows"):
-        module.weight = plain.weight
-    with pytest.raises(InvalidValueError, match="padding_idx is 1 but"):
-        padded.weight = module.weight
-    with pytest.raises(InvalidTypeError, match="replaced by another parameter"):
-        module.weight = nn.Linear(DIM, 4).weight
     dense = nn.Embedding(4, DIM)
-    dense.weight = module.weight
+    dense.weight = first.weight
     with pytest.raises(InvalidTypeError, match="in the order in which ids came"):
         dense(ids(1))
 
@@ -491,8 +463,6 @@ def test_weights_that_mean_other_ids() -> None:
 
 
 class Model(nn.Module):
-    """A model that holds its vocabulary by itself too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ids = st.Vocabulary(max_capacity=99)

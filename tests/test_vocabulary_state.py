@@ -71,7 +71,6 @@ WAYS = ["model first", "optimizer first", "checkpoint"]
 
 
 def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Path) -> None:
-    """Save a model and an optimizer, and load them into others."""
     if way == "checkpoint":
         st.save_checkpoint(folder, *old)
         st.load_checkpoint(folder, *new)

@@ -25,7 +25,6 @@ def every_step(monkeypatch):
 
 @pytest.fixture
 def sets(tmp_path):
-    """A similarity set and an analogy set of words in the corpus."""
     (tmp_path / "pairs.txt").write_text("w1\tw2\t3\nw3\tw4\t1\nw5\tw6\t7\nw7\tw8\t2\nw1\tunknown\t5\n")
     (tmp_path / "analogies.txt").write_text(": one\nw1 w2 w3 w4\n: gram-two\nw5 w6 w7 w8\n")
     return [tmp_path / "pairs.txt", tmp_path / "analogies.txt"]

@@ -33,7 +33,6 @@ TRAIN = ["train", "corpus.txt", "-o", "out"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with a corpus."""
     monkeypatch.chdir(tmp_path)
     words = np.random.default_rng(0).integers(0, 50, 3000)
     Path("corpus.txt").write_text(" ".join(f"w{n}" for n in words))

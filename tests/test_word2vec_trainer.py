@@ -19,11 +19,9 @@ from speedtransfer.word2vec import progress as progress_module
 from speedtransfer.word2vec.optimizers import (
     DEFAULT_LR,
     FALLBACK_LR,
-    LR_END,
     default_lr,
     make_optimizer,
     options_apart,
-    set_lr,
 )
 from speedtransfer.word2vec.progress import (
     FEW_STEPS,
@@ -137,13 +135,6 @@ def test_a_run_begun_with_another_eps_goes_on_with_it(corpus):
     trainer._eps, trainer._first_lr = 1000.0, 100 * lr
     trainer.load_state(state)
     assert (trainer._first_lr, trainer._eps) == (pytest.approx(lr), 10.0)
-
-
-def test_learning_rate_falls_along_a_line():
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    for done, expected in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.5 * LR_END)):
-        set_lr(optimizer, 0.5, done)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,6 @@ class Outcome:
     model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the weights of the model, if there is one."""
         return {} if self.model is None else self.model.state_dict()
 
 
@@ -98,7 +97,6 @@ def in_float64() -> Iterator[None]:
 
 
 def numbers(value: Any) -> list[float]:
-    """Return the numbers in `value`, however nested, in order."""
     if isinstance(value, Mapping):
         return [number for key in value for number in numbers(value[key])]
     if isinstance(value, torch.Tensor):

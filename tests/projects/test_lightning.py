@@ -22,8 +22,6 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(lightning.LightningModule):
-    """What the tutorials call LitModel."""
-
     def __init__(self, way: str, optimizer: str = "AdamW", **options) -> None:
         super().__init__()
         self.net = make(way)

@@ -98,7 +98,6 @@ def checkpointed(way: str) -> Outcome:
 
 
 def frozen(way: str) -> Outcome:
-    """The word table is frozen, as in fine-tuning."""
     model = bert(way)
     model.get_input_embeddings().requires_grad_(False)
     return outcome(model)

@@ -33,7 +33,6 @@ def kill(*_: Any) -> None:
 
 
 def killed_when(moment: str) -> None:
-    """Have this process die at a moment of saving a delta, or of applying one."""
     write = files.write
 
     def cut(path: Any, tensors: Any, *more: Any) -> None:
