@@ -105,13 +105,8 @@ def pykeen(way: str, model: str) -> Outcome:
     torch.manual_seed(4)
     np.random.seed(4)
     losses = loop.train(triples_factory=training, num_epochs=3, batch_size=64, use_tqdm=False, use_tqdm_batch=False)
-    results = RankBasedEvaluator().evaluate(
-        model=net,
-        mapped_triples=testing.mapped_triples,
-        additional_filter_triples=training.mapped_triples,
-        batch_size=16,
-        use_tqdm=False,
-    )
+    given = {"additional_filter_triples": training.mapped_triples, "batch_size": 16, "use_tqdm": False}
+    results = RankBasedEvaluator().evaluate(net, testing.mapped_triples, **given)
     scores = net.score_t(testing.mapped_triples[:5, :2])
     printed = {"losses": losses, "mrr": results.get_metric("mrr"), "hits": results.get_metric("hits@10")}
     return Outcome(printed, {"scores": scores}, net)

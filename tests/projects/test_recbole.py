@@ -49,35 +49,16 @@ def data_path() -> str:
 def configuration(name: str):
     from recbole.config import Config
 
-    options = {
-        "data_path": data_path(),
-        "checkpoint_dir": f"{data_path()}/saved",
-        "epochs": 3,
-        "train_batch_size": 256,
-        "learning_rate": 0.05,
-        "embedding_size": 16,
-        "show_progress": False,
-        "use_gpu": False,
-        "seed": 2020,
-        "reproducibility": True,
-        "state": "ERROR",
-        "worker": 0,
-        "load_col": {"inter": ["user_id", "item_id", "rating", "timestamp"]},
-        **MODELS[name],
-    }
+    columns = {"inter": ["user_id", "item_id", "rating", "timestamp"]}
+    options = {"embedding_size": 16, **MODELS[name], "load_col": columns}
+    options |= {"data_path": data_path(), "checkpoint_dir": f"{data_path()}/saved"}
+    options |= {"epochs": 3, "train_batch_size": 256, "learning_rate": 0.05, "seed": 2020, "reproducibility": True}
+    options |= {"show_progress": False, "use_gpu": False, "state": "ERROR", "worker": 0}
     if name == "DeepFM":
-        options |= {
-            "load_col": {
-                "inter": ["user_id", "item_id", "rating"],
-                "user": ["user_id", "age", "gender"],
-                "item": ["item_id", "class"],
-            },
-            "threshold": {"rating": 4},
-            "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"},
-            "metrics": ["AUC", "LogLoss"],
-            "valid_metric": "AUC",
-            "train_neg_sample_args": None,
-        }
+        columns = {"inter": columns["inter"][:3], "user": ["user_id", "age", "gender"], "item": ["item_id", "class"]}
+        split = {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"}
+        options |= {"load_col": columns, "threshold": {"rating": 4}, "eval_args": split, "train_neg_sample_args": None}
+        options |= {"metrics": ["AUC", "LogLoss"], "valid_metric": "AUC"}
     elif name in SEQUENTIAL:
         options |= {"train_neg_sample_args": None, "loss_type": "CE"}
     return Config(model=name, dataset="tiny", config_dict=options)

@@ -49,10 +49,7 @@ def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Out
 
 
 @in_both_ways
-@pytest.mark.parametrize(
-    ("clip", "accumulate", "reads_ahead"),
-    [(False, 1, False), (True, 3, False), (True, 3, True)],
-)
+@pytest.mark.parametrize(("clip", "accumulate", "reads_ahead"), [(False, 1, False), (True, 3, False), (True, 3, True)])
 def test_accelerate(clip, accumulate, reads_ahead, way, double):
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
     compare(accelerated, way, double, clip, accumulate, reads_ahead)
@@ -91,33 +88,24 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
         trainer.train(resume_from_checkpoint=str(folders[0][1]))
         for ours, before in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
             torch.testing.assert_close(ours.detach(), before.detach(), rtol=0, atol=1e-5)
-    history = [
-        value for entry in trainer.state.log_history for key, value in entry.items() if key in ("loss", "eval_loss")
-    ]
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return Outcome(
-        {"history": history, "norms": norms}, {"logits": trainer.predict(data[:8]).predictions}, trainer.model
-    )
+    log = trainer.state.log_history
+    printed = {key: [entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss", "grad_norm")}
+    return Outcome(printed, {"logits": trainer.predict(data[:8]).predictions}, trainer.model)
+
+
+ACCUMULATED = {
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+}
+ADAFACTOR = {"gradient_checkpointing": True, "optim": "adafactor"}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("resume", "options"),
-    [
-        (False, {}),
-        (True, {}),
-        (
-            False,
-            {
-                "gradient_accumulation_steps": 2,
-                "max_grad_norm": 0.5,
-                "weight_decay": 0.1,
-                "lr_scheduler_type": "cosine",
-            },
-        ),
-        (False, {"gradient_checkpointing": True, "optim": "adafactor"}),
-        (False, {"bf16": True}),
-    ],
+    [(False, {}), (True, {}), (False, ACCUMULATED), (False, ADAFACTOR), (False, {"bf16": True})],
     ids=["defaults", "resumed", "accumulated", "adafactor", "bf16"],
 )
 def test_trainer(resume, options, way, tmp_path):
