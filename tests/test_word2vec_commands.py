@@ -169,15 +169,8 @@ def test_file_wins_over_defaults_and_flags_over_the_file(folder):
     settings = Settings(**read_config("run.toml"), block_words=32, device="cpu").as_dict()
     assert facts_of("out")["settings"] == settings
     # One of the flags has the value of the default: it was given all the same.
-    succeeds(
-        *arguments,
-        "--overwrite",
-        "--dim",
-        Settings.dim,
-        "--lr",
-        "0.002",
-        *["--option", "momentum=0.5", "--option", "nesterov=False"],
-    )
+    flags = ["--dim", Settings.dim, "--lr", "0.002", "--option", "momentum=0.5", "--option", "nesterov=False"]
+    succeeds(*arguments, "--overwrite", *flags)
     changed = {"dim": Settings.dim, "lr": 0.002, "options": {"momentum": 0.5, "nesterov": False}}
     assert facts_of("out")["settings"] == settings | changed
 
