@@ -201,7 +201,7 @@ def test_forward_and_copies(weighted, dims):
     report = st.replace_embeddings(ours, 0)
     one = dims[0] == dims[1]
     assert report == ([""] if one else ["embedding_bags.t1", "embedding_bags.t2"])
-    assert ("of 2 tables, 17 rows" if one else "apart from others of its collection, as embedding_dim of 't2'") in str(
+    assert ("of 2 tables, 17 rows" if one else "apart from the others beside it, as embedding_dim of 't2'") in str(
         report
     )
     assert isinstance(ours, torchrec.EmbeddingBagCollection)
