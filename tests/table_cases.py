@@ -97,7 +97,6 @@ class TableCases:
 
     @staticmethod
     def rows_of(table, plane="weight"):
-        """Return all the rows of a plane as a CPU tensor."""
         return table.gather(torch.arange(table.num_rows), plane).cpu()
 
     def assert_unchanged(self, table, expected, plane="weight"):

@@ -90,18 +90,6 @@ def test_as_torch(kind: str, options: dict[str, Any], names: Any) -> None:
                     assert torch.equal(ours.table.torch(), dense.weight)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(7, 3), (200_003, 33)])  # the last: more than one chunk
-def test_the_same_seed_draws_the_same_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    weights, after = [], []
-    for library in (speedtransfer, nn):
-        torch.manual_seed(2)
-        weights.append(library.Embedding(*shape, padding_idx=0, dtype=dtype).weight.detach())
-        after.append(torch.rand(3))
-    assert torch.equal(*weights)
-    assert torch.equal(*after)
-
-
 # --- ids ----------------------------------------------------------------------------------------------------------------
 
 

@@ -75,8 +75,6 @@ def drawn(*shapes: Any, high: int = 20) -> list[Any]:
 
 
 class Model(nn.Module):
-    """Two tables, one of them looked up twice."""
-
     def __init__(self, dtype: torch.dtype = F64, **options: Any) -> None:
         super().__init__()
         self.words = st.Embedding(50, 4, padding_idx=3, dtype=dtype, **options)
@@ -290,7 +288,6 @@ opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
 def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
-    """Run a program and return what it saw, dense and without gradients."""
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(loss: Tensor) -> None:

@@ -12,7 +12,6 @@ import torch
 from cases import take_step
 from torch import nn
 
-import speedtransfer
 import speedtransfer as st
 from speedtransfer import to_dense
 from speedtransfer.errors import HostMemoryError, InvalidTypeError
@@ -21,7 +20,7 @@ IDS = torch.tensor([[1, 7, 2], [0, 7, 19]])
 
 
 class Model(nn.Module):
-    def __init__(self, embedding=speedtransfer.Embedding, bag=speedtransfer.EmbeddingBag, **options) -> None:
+    def __init__(self, embedding=st.Embedding, bag=st.EmbeddingBag, **options) -> None:
         super().__init__()
         self.words = embedding(20, 4, padding_idx=0, **options)
         self.again = self.words
@@ -68,12 +67,12 @@ def test_modules_and_rows(options) -> None:
     assert type(to_dense(model.words)) is nn.Embedding
 
 
-class Scaled(speedtransfer.Embedding):
+class Scaled(st.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * self.embedding_dim**0.5
 
 
-class ScaledByName(speedtransfer.Embedding):
+class ScaledByName(st.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super(ScaledByName, self).forward(ids) * 2  # noqa: UP008 - the old way, which many models have
 
@@ -90,7 +89,7 @@ def test_subclasses_keep_their_forward(kind) -> None:
     for again in (copy.deepcopy(dense), pickle.loads(pickle.dumps(dense)), to_dense(dense)):
         assert isinstance(again.words, kind)
         assert torch.equal(again(IDS), dense(IDS))
-    assert speedtransfer.summary(dense).tables == ()
+    assert st.summary(dense).tables == ()
 
 
 class Own(nn.Embedding):
@@ -104,7 +103,7 @@ def test_replaced_modules_are_what_they_were_and_ties_stay(kind) -> None:
     model.decoder = nn.Linear(4, 20, bias=False)
     model.decoder.weight = model.words.weight
     expected = model(IDS)
-    speedtransfer.replace_embeddings(model, min_rows=0)
+    st.replace_embeddings(model, min_rows=0)
     dense = to_dense(model)
     assert type(dense.words) is kind
     torch.testing.assert_close(dense(IDS), expected)
@@ -163,9 +162,9 @@ def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
 def test_what_torch_export_cannot_take_raises(strict) -> None:
     ids = torch.tensor([[1, 2, 0]])
     with pytest.raises(Exception, match=r"speedtransfer\.to_dense\(model\)"):
-        torch.export.export(speedtransfer.MultiEmbedding([3, 4, 5], 4), (ids,), strict=strict)
+        torch.export.export(st.MultiEmbedding([3, 4, 5], 4), (ids,), strict=strict)
     if not strict:
-        known = speedtransfer.Embedding(20, 4, vocabulary=speedtransfer.Vocabulary())
+        known = st.Embedding(20, 4, vocabulary=st.Vocabulary())
         with pytest.raises(InvalidTypeError, match=r"not row numbers.*torch\.export"):
             torch.export.export(known, (ids,), strict=strict)
 

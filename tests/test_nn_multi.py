@@ -98,22 +98,6 @@ def test_first_values_beyond_a_chunk() -> None:
     assert_same(ours, [nn.Embedding(size, 16) for size in sizes], 0)
 
 
-def test_shapes_and_names() -> None:
-    ours, theirs = multi(), dense()
-    ids = torch.stack(list(batches(6))).view(2, 3, 12, 4)
-    assert torch.equal(ours(ids), columns(theirs, ids))
-    assert ours(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, DIM)
-    parts = [torch.tensor([1, 2]), [[3, 4, 5]], torch.tensor(1), torch.zeros(0, 3, dtype=torch.int64)]
-    for one, part, module in zip(ours(parts), parts, theirs, strict=True):
-        assert torch.equal(one, module(torch.as_tensor(part)))
-    ours, theirs = multi(named=True), dense(named=True)
-    assert ours({}) == {}
-    given = {"place": torch.tensor([20, 1]), "user": torch.tensor([[6]])}
-    found = ours(given)
-    assert list(found) == list(given)
-    assert all(torch.equal(found[name], theirs[name](ids)) for name, ids in given.items())
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", TRAINED, ids=str)

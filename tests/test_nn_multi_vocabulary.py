@@ -231,23 +231,6 @@ def test_ids_are_any_integers_and_padding_is_one_row() -> None:
     assert (numbers.tolist(), ids.tolist()) == ([-1, 2], [0, 5])
 
 
-def test_rows_are_set_and_read_by_ids_of_a_feature() -> None:
-    emb, served = multi(), multi().eval()
-    users = emb.vocabulary_ids("user", torch.tensor([5, 2**40]))
-    emb.vocabulary.update(users, torch.ones(2, 4, dtype=torch.float64))
-    assert emb["user"](torch.tensor([2**40])).tolist() == [[1.0] * 4]
-    emb["hour"](torch.tensor([5])).sum().backward()
-    served.vocabulary.update(emb.vocabulary.changed_since(0))
-    assert served["user"](torch.tensor([5])).tolist() == [[1.0] * 4]
-    keys, rows = emb.vocabulary.export()
-    numbers, ids = emb.feature_ids(keys)
-    assert ids[numbers == 0].tolist() == [5, 2**40]
-    assert rows[numbers == 0].tolist() == [[1.0] * 4] * 2
-    nn.init.constant_(emb.weight, 0.5)
-    assert emb["user"](torch.tensor([5])).tolist() == [[0.5] * 4]
-    assert emb.vocabulary.forget(users) == 2
-
-
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 

@@ -164,29 +164,3 @@ def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot change its dtype"):
         emb.half()
     assert emb.float().table.dtype == torch.bfloat16
-
-
-ROW_BYTES = {
-    None: 512,
-    torch.bfloat16: 256,
-    torch.float16: 256,
-    "split24": 384,
-    **dict.fromkeys((torch.int8, *FLOAT8), 132),
-}
-STATE_BYTES = {None: 1024, torch.bfloat16: 512, torch.uint8: 264}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("state", STATE_BYTES)
-@pytest.mark.parametrize("storage", ROW_BYTES)
-def test_bytes_held_and_moved_are_those_of_the_small_form(storage: Any, state: torch.dtype | None) -> None:
-    weight_bytes, state_bytes = ROW_BYTES[storage], STATE_BYTES[state]
-    emb = made(storage, 100, 128, state_dtype=state)
-    opt = torch.optim.Adam(emb.parameters())
-    assert emb.table.nbytes == 100 * weight_bytes
-    for _ in range(2):
-        emb.table.reset_stats()
-        take_step(opt, emb(torch.tensor([1, 5, 1, 7])).sum())
-    assert emb.table.nbytes == 100 * (weight_bytes + state_bytes)
-    stats = emb.table.stats()
-    assert stats.gathered_bytes == stats.scattered_bytes == 3 * (weight_bytes + state_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,10 @@ import torch
 from cases import COPIES, take_step
 from torch import Tensor, nn
 
-import speedtransfer
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 
-replace_embeddings = functools.partial(speedtransfer.replace_embeddings, min_rows=0)
+replace_embeddings = functools.partial(st.replace_embeddings, min_rows=0)
 
 
 class Model(nn.Module):
@@ -35,8 +35,8 @@ def test_names_modules_and_flags() -> None:
     assert type(model.parts[1]) is nn.Embedding
     assert replace_embeddings(model) == ["parts.1"]
     assert replace_embeddings(model) == []  # nothing is left to swap
-    assert isinstance(model.words, speedtransfer.Embedding)
-    assert isinstance(model.parts[0], speedtransfer.EmbeddingBag)
+    assert isinstance(model.words, st.Embedding)
+    assert isinstance(model.parts[0], st.EmbeddingBag)
     assert model.same_words is model.words
     assert not model.words.weight.requires_grad
     assert not model.words.training
@@ -101,7 +101,7 @@ def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(wh
             losses.append(model(ids))
             take_step(opt, losses[-1])
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    assert isinstance(ours.words, speedtransfer.Embedding)
+    assert isinstance(ours.words, st.Embedding)
     assert isinstance(ours.words, Scaled)
     assert ours.out.weight is ours.words.weight is ours.penalised[0]
     torch.testing.assert_close(ours.words.weight, dense.words.weight, rtol=1e-4, atol=1e-5)
@@ -228,11 +228,11 @@ def test_rows_in_another_order_cannot_take_it() -> None:
     model = nn.Sequential(nn.Embedding(50, 4))
     before, loss = (model(torch.arange(6)).square().sum() for _ in range(2))
     before.backward()
-    report = replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
+    report = replace_embeddings(model, vocabulary=st.Vocabulary())
     assert "has a gradient" in report.left["0"]
     assert type(model[0]) is nn.Embedding
     model.zero_grad()
-    replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
+    replace_embeddings(model, vocabulary=st.Vocabulary())
     with pytest.raises(InvalidValueError, match=r"0\.weight is used by its node .* a forward before it got its table"):
         loss.backward()
 
@@ -240,44 +240,20 @@ def test_rows_in_another_order_cannot_take_it() -> None:
 # --- what one table in the place of several would lose --------------------------------------------------------------------
 
 
-def hook_the_weight(tables: Any) -> None:
-    tables[0].weight.register_hook(lambda grad: grad * 3)
-
-
-def hook_after_the_gradient(tables: Any) -> None:
-    tables[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
-
-
-def look_up_otherwise(tables: Any) -> None:
-    tables[0].forward = lambda ids: tables[1](ids) * 2
-
-
-def mark_the_weight(tables: Any) -> None:
-    tables[1].weight.decays = False
-
-
-def keep_a_buffer(tables: Any) -> None:
-    tables[1].register_buffer("scale", torch.ones(1))
-
-
-def keep_a_parameter(tables: Any) -> None:
-    tables.register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-CHANGES = [
-    hook_the_weight,
-    hook_after_the_gradient,
-    look_up_otherwise,
-    mark_the_weight,
-    keep_a_buffer,
-    keep_a_parameter,
-]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook of a weight": lambda tables: tables[0].weight.register_hook(lambda grad: grad * 3),
+    "a hook after it": lambda tables: tables[0].weight.register_post_accumulate_grad_hook(lambda weight: None),
+    "a lookup": lambda tables: setattr(tables[0], "forward", lambda ids: tables[1](ids) * 2),
+    "a mark of a weight": lambda tables: setattr(tables[1].weight, "decays", False),
+    "a buffer": lambda tables: tables[1].register_buffer("scale", torch.ones(1)),
+    "a parameter": lambda tables: tables.register_parameter("scale", nn.Parameter(torch.ones(1))),
+}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_tables_with_something_of_their_own_stay_apart(change: Any) -> None:
+def test_tables_with_something_of_their_own_stay_apart(change: str) -> None:
     model = nn.ModuleDict({"tables": nn.ModuleList(nn.Embedding(20, 4) for _ in range(2))})
-    change(model["tables"])
+    CHANGES[change](model["tables"])
     before = set(model.state_dict())
     report = st.replace_embeddings(model, min_rows=0, fuse=True)
     assert list(report) == ["tables.0", "tables.1"]

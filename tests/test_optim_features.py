@@ -26,7 +26,6 @@ def multi(**options: Any) -> st.MultiEmbedding:
 
 
 def modules(kind: Any = nn.Embedding, **options: Any) -> nn.ModuleList:
-    """One module for each feature, of torch, or of ours with a table each."""
     torch.manual_seed(2)
     return nn.ModuleList([kind(size, DIM, dtype=torch.float64, **options) for size in SIZES])
 
@@ -64,7 +63,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
 
 
 def check(make: Any, ours: Any, theirs: Any, clear: Any = None, together: bool = False, begin: int = 0) -> None:
-    """Train both by the optimizers that `make` makes, and compare the rows."""
     train(ours, make(list(ours.parameters())), range(begin, len(STEPS)), clear, together=together)
     train(theirs, make(list(theirs.parameters())), range(begin, len(STEPS)), clear)
     assert_same(ours, theirs)

@@ -141,7 +141,6 @@ NUM_ROWS, WIDTH = 7, 3
 
 
 def padded_gradient(index, sparse=False, changed=None):
-    """Return a gradient of padded rows and the dense one."""
     ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
     rows = torch.randn(len(ids), WIDTH, generator=torch.Generator().manual_seed(0)) - 5
     rows[ids == NUM_ROWS] = 0

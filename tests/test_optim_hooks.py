@@ -58,7 +58,6 @@ def trained(moment: str, idle: str, optimizer: str, do: Callable[[Any, Any, list
 
 
 def look(module: Any, opt: Any, notes: list[Tensor]) -> None:
-    """Read the weight, as the module has it and as the optimizer does."""
     for weight in (module.weight, opt.param_groups[0]["params"][0]):
         assert weight.shape == (60, 8)
         notes.append(weight.detach().norm())

@@ -46,7 +46,6 @@ def tree(tmp_path, store, monkeypatch):
 
 
 def put(store, part, run="", **content):
-    """Write a result."""
     environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
     environment.update(commit="0123456789abcdef0123", dirty=False)
     path = store.folder_of("NVIDIA H200") / f"{part}{run}.json"

@@ -26,7 +26,6 @@ needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 @pytest.fixture
 def release(monkeypatch):
-    """A function that imports a script of release/ by its name."""
     monkeypatch.syspath_prepend(str(ROOT / "release"))
     return importlib.import_module
 
@@ -64,7 +63,6 @@ def test_no_link_of_the_readme_is_left(for_an_index, release, repository):
 
 @pytest.fixture
 def tree(tmp_path, release):
-    """The files that state the version, as they are."""
     for name in release("set_version").FILES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -39,7 +39,6 @@ def test_workers_that_start_anew_have_the_rows(name: str) -> None:
 
 
 def arrived(model: Any) -> Any:
-    """Return what another process gets of a model."""
     return ForkingPickler.loads(ForkingPickler.dumps(model))
 
 

@@ -35,7 +35,6 @@ class OneVariable(nn.Module):
 
 
 def made(kind="device", rows=10, dim=4, **options):
-    """A switcher of zeros, and its variable."""
     variable = nn.Embedding(1, dim)
     switcher = KINDS[kind].model(variable, rows, dim, **{**KINDS[kind].options, **options})
     switcher.zerosInit()

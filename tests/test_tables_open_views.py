@@ -84,18 +84,6 @@ def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
     twins.assert_same(1e-9)
 
 
-def test_an_array_of_a_tensor_is_written_between_backward_and_step() -> None:
-    twins = trained()
-    arrays = [module.weight.detach().numpy() for module in twins.modules]
-    for ids, target in twins.batches(6, seed=1):
-        twins.zero_grad()
-        twins.backward(ids, target)
-        for array in arrays:
-            array *= 0.9
-        twins.step()
-    twins.assert_same(1e-9)
-
-
 def test_copies_of_rows_in_fewer_bits() -> None:
     """Views of a copy show the rows of now, and write to them, whatever came between."""
     emb = st.Embedding(9, 4, storage_dtype=torch.bfloat16)

@@ -34,7 +34,6 @@ def make(seed: int = 0, **options) -> st.Embedding:
 
 @pytest.fixture
 def fetched(monkeypatch) -> list[torch.Tensor]:
-    """The ids of each read, in order."""
     seen, read = [], st.Table.read
 
     def noted(table, ids, *rest):
@@ -46,7 +45,6 @@ def fetched(monkeypatch) -> list[torch.Tensor]:
 
 
 def settled(ticket: tickets.Ticket) -> tickets.Ticket:
-    """Wait until its rows were read."""
     ticket._future.exception()
     return ticket
 

@@ -210,7 +210,6 @@ def run(program: Case, module: Any, opt: Any, batches: list[tuple[Tensor, Tensor
 
 
 def compare(program: Case, pair: Any, tolerance: float | None, oracle: Any = None) -> None:
-    """Run a program on both sides of a pair, and compare what was seen, weights and state."""
     modules, batches = pair.modules, pair.batches(24)
     ours, dense = pair.optimizers
     seen = run(program, modules[0], ours, batches), run(program, modules[1], dense, batches, oracle)

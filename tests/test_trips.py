@@ -19,7 +19,6 @@ IDS = torch.arange(64) * 50
 
 
 def calls_of(function: Callable[[], object]) -> int:
-    """Return how often functions of ours were called."""
     calls = 0
 
     def note(frame: FrameType, event: str, arg: Any) -> None:

@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import take_step
+from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +29,6 @@ DIM = 3
 def made(
     capacity: int = 4, kind: type = st.Embedding, module: dict[str, Any] | None = None, **about: Any
 ) -> tuple[Any, Any]:
-    """Return a module and its vocabulary."""
     vocabulary = st.Vocabulary(**about)
     return kind(capacity, DIM, vocabulary=vocabulary, **(module or {})), vocabulary
 
@@ -41,66 +42,76 @@ def ids(*values: int) -> Tensor:
 
 
 def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None:
-    """Train ids in a step of their own."""
-    optimizer.zero_grad()
-    module(ids(*values)).sum().backward()
-    optimizer.step()
+    take_step(optimizer, module(ids(*values)).sum())
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
-WRONG = [
-    ({"capacity": 0}, "at least 1"),
-    ({"max_capacity": 0}, "at least 1"),
-    ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
-    ({"max_capacity": "48"}, "such as '48 GB'"),
-    ({"max_capacity": "0.5 B"}, "such as"),
-    ({"max_capacity": 1e6}, "or math.inf"),
-    ({"admit": "alwys"}, "did you mean 'always'"),
-    ({"admit": 0}, "at least 1"),
-    ({"admit": 2**32}, "below 2"),
-    ({"admit": 0.5}, "must be 'always'"),
-    ({"evict": "LRU"}, "did you mean 'lru'"),
-    ({"evict": 0}, "at least 1"),
-    ({"evict": 1.5}, "or a callable"),
-    ({"unseen": "zero"}, "did you mean 'zeros'"),
-    ({"seed": 1.5}, "must be an int"),
-    ({"half_life": 0}, "half_life is 0 but must be above 0"),
-    ({"on_evict": 3}, "pass a function"),
-    ({"deferred": 1}, "True or False"),
-]
+# `module` has a vocabulary, and gets no ids by any of these; `other` has none.
+REFUSED = r"""
+Vocabulary(capacity=0) -> InvalidValueError: capacity is 0 but must be at least 1
+Vocabulary(max_capacity=0) -> InvalidValueError: max_capacity is 0 but must be at least 1
+Vocabulary(capacity=5, max_capacity=4) -> InvalidValueError: max_capacity is 4 but capacity is 5
+Vocabulary(max_capacity="48") -> InvalidValueError: max_capacity is .* such as '48 GB'
+Vocabulary(max_capacity="0.5 B") -> InvalidValueError: max_capacity is .* such as
+Vocabulary(max_capacity=1e6) -> InvalidTypeError: max_capacity is .* or math\.inf
+Vocabulary(admit="alwys") -> InvalidValueError: admit is .* did you mean 'always'
+Vocabulary(admit=0) -> InvalidValueError: admit is 0 but must be at least 1
+Vocabulary(admit=2**32) -> InvalidValueError: below 2
+Vocabulary(admit=0.5) -> InvalidTypeError: admit is 0\.5 but must be 'always'
+Vocabulary(evict="LRU") -> InvalidValueError: evict is .* did you mean 'lru'
+Vocabulary(evict=0) -> InvalidValueError: evict is 0 but must be at least 1
+Vocabulary(evict=1.5) -> InvalidTypeError: evict is 1\.5 .* or a callable
+Vocabulary(unseen="zero") -> InvalidValueError: unseen is .* did you mean 'zeros'
+Vocabulary(seed=1.5) -> InvalidTypeError: seed is 1\.5 but must be an int
+Vocabulary(half_life=0) -> InvalidValueError: half_life is 0 but must be above 0
+Vocabulary(on_evict=3) -> InvalidTypeError: on_evict is 3 .* pass a function
+Vocabulary(deferred=1) -> InvalidTypeError: deferred is 1 but must be True or False
+Vocabulary().update([1], torch.zeros(1, 2)) -> InvalidValueError: has no rows yet
+Embedding(4, 3, vocabulary="x") -> InvalidTypeError: must be a speedtransfer\.Vocabulary
+Embedding(4, 3, vocabulary=Vocabulary) -> InvalidTypeError: must be a speedtransfer\.Vocabulary
+Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3), device="meta") -> InvalidValueError: capacity .* is 4;
+Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=1.5) -> InvalidTypeError: integers of 64 bits
+Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=2**65) -> InvalidValueError: ids have 64 bits
+Embedding(4, 3, vocabulary=Vocabulary(initial=1e6), dtype=torch.float16) -> InvalidValueError: ends at 65504
+Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3)) -> InvalidValueError: capacity .* is 4;
+Embedding(4, 3, vocabulary=Vocabulary(), cache_rows=2, cache_counts=torch.ones(4)) -> InvalidValueError: leave cache_counts
+Embedding(4, 3, vocabulary=module.vocabulary) -> InvalidValueError: belongs to another module
+module([True]) -> InvalidTypeError: ids
+module([1.0]) -> InvalidTypeError: ids
+module(torch.tensor([1.0])) -> InvalidTypeError: ids
+module(torch.tensor([True])) -> InvalidTypeError: ids
+module(torch.zeros(0)) -> InvalidTypeError: ids
+module(["a"]) -> InvalidTypeError: ids
+module(None) -> InvalidTypeError: ids
+module([2**64]) -> InvalidValueError: ids
+module([[1], [2, 3]]) -> InvalidValueError: ids
+module.activate(unique_rows(ids(1, 2), 4, ids(1, 2))) -> InvalidTypeError: UniqueRows, which are numbers of rows
+module(other.prefetch(ids(1))) -> InvalidValueError: this ticket was made for
+setattr(module, "weight", other.weight) -> InvalidTypeError: weight of another table, whose ids are the numbers of its rows
+setattr(module, "weight", nn.Linear(3, 4).weight) -> InvalidTypeError: replaced by another parameter
+setattr(other, "weight", module.weight) -> InvalidValueError: padding_idx is 1 but
+nn.init.trunc_normal_(module.weight) -> InvalidTypeError: trunc_normal_ would cut them off at -2
+"""
 
 
-@pytest.mark.parametrize(("about", "text"), WRONG, ids=str)
-def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=text) as error:
-        st.Vocabulary(**about)
-    assert next(reversed(about)) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"vocabulary": "x"}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary(max_capacity=3), "device": "meta"}, "capacity .* is 4;"),
-        ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
-        ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
-        ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),
-        ({"vocabulary": st.Vocabulary(max_capacity=3)}, "capacity .* is 4;"),
-        ({"vocabulary": st.Vocabulary(), "cache_rows": 2, "cache_counts": torch.ones(4)}, "leave cache_counts"),
-    ],
-    ids=str,
-)
-def test_modules_that_cannot_have_a_vocabulary(options: dict[str, Any], text: str) -> None:
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=text):
-        st.Embedding(4, DIM, **options)
-
-
-def test_a_vocabulary_of_another_module() -> None:
+@pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
+def test_refused(refusal: Refusal) -> None:
     module, vocabulary = made()
-    with pytest.raises(InvalidValueError, match="belongs to another module"):
-        st.Embedding(4, DIM, vocabulary=vocabulary)
+    names = {
+        "torch": torch,
+        "nn": nn,
+        "ids": ids,
+        "unique_rows": unique_rows,
+        "other": st.Embedding(4, 3, padding_idx=1),
+    }
+    check_refused(refusal, module=module, Vocabulary=st.Vocabulary, Embedding=st.Embedding, **names)
+    assert not vocabulary.ids().tolist()
+    assert vocabulary.initial == ("normal", 0.0, 1.0)
+
+
+def test_a_copy_of_a_vocabulary_is_for_another_module() -> None:
+    module, vocabulary = made()
     assert st.Embedding(4, DIM, vocabulary=vocabulary.copy()).vocabulary is not module.vocabulary
 
 
@@ -128,26 +139,6 @@ def test_ids_of_every_form(given: Any, expected: list[int]) -> None:
     assert torch.equal(out.view(-1, DIM), module(expected))
 
 
-@pytest.mark.parametrize(
-    "given",
-    [[True], [1.0], torch.tensor([1.0]), torch.tensor([True]), torch.zeros(0), ["a"], None, [2**64], [[1], [2, 3]]],
-    ids=repr,
-)
-def test_what_is_no_id(given: Any) -> None:
-    module, vocabulary = made()
-    with pytest.raises((InvalidTypeError, InvalidValueError), match="ids"):
-        module(given)
-    assert not vocabulary.ids().tolist()
-
-
-def test_tickets_of_tables_without_a_vocabulary() -> None:
-    module, _ = made()
-    with pytest.raises(InvalidTypeError, match="UniqueRows, which are numbers of rows"):
-        module.activate(unique_rows(ids(1, 2), 4, ids(1, 2)))
-    with pytest.raises(InvalidValueError, match="this ticket was made for"):
-        module(st.Embedding(4, DIM).prefetch(ids(1)))
-
-
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
@@ -168,7 +159,6 @@ def test_a_gradient_by_hand_after_rows_changed(known: bool) -> None:
     """Without the time of the lookup its rows may be those of other ids."""
     module, _ = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     with torch.no_grad():
         active = module.activate(ids(1))
     if known:
@@ -203,9 +193,7 @@ def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
     # Another use, of other values, keeps the rows after the first has got its gradient.
     vocabulary.update([1], torch.ones(1, DIM))
     later = (2 * module.weight).sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, loss)
     module(torch.arange(10, 30))
     assert {1, 2} <= set(vocabulary.ids().tolist())
     later.backward()
@@ -321,7 +309,6 @@ def test_a_lookup_in_training_waits_for_none() -> None:
     """Between the look-up of ids and the leaf of autograd no other thread takes their rows."""
     module, vocabulary = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     read, others = Rows.read, []
 
     def late(rows: Rows, *args: Any, **options: Any) -> Any:
@@ -358,7 +345,6 @@ def test_functions_that_fail_change_nothing(about: dict[str, Any]) -> None:
     trained(module, optimizer, 1, 2)
     trained(module, optimizer, 1)
     before = vocabulary.export(), vocabulary.stats()
-    optimizer.zero_grad()
     with pytest.raises((RuntimeError, InvalidValueError), match=r"^no$|return a bool or a number for each"):
         module(ids(3, 4))
     assert vocabulary.stats() == before[1]
@@ -390,22 +376,15 @@ def test_functions_that_change_the_vocabulary_are_refused() -> None:
     module, vocabulary = made(2, evict="lru", on_evict=lambda *_: vocabulary.forget([0]))
     optimizer = sgd(module)
     trained(module, optimizer, 0, 1)
-    optimizer.zero_grad()
     with pytest.raises(InvalidValueError, match="within on_evict or evict"):
         module(ids(7))
     assert vocabulary.ids().tolist() == [0, 1]
-
-
-def test_a_vocabulary_without_a_module_has_no_rows_to_update() -> None:
-    with pytest.raises(InvalidValueError, match="has no rows yet"):
-        st.Vocabulary().update([1], torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("evict", [None, "lru"])
 def test_a_table_that_cannot_grow(evict: Any) -> None:
     module, vocabulary = made(2, max_capacity=100, evict=evict)
     trained(module, sgd(module), 1, 2)
-    module.weight.grad = None
     before = vocabulary.export()
     with mock.patch.object(Rows, "grow", side_effect=HostMemoryError("no room")):
         if evict is None:
@@ -457,11 +436,7 @@ def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill: Callable[
     assert torch.equal(rows, vocabulary.initial_values(known.numpy(), DIM, torch.float32))
 
 
-def test_values_that_rows_cannot_begin_with() -> None:
-    module, vocabulary = made()
-    with pytest.raises(InvalidTypeError, match="trunc_normal_ would cut them off at -2"):
-        nn.init.trunc_normal_(module.weight)
-    assert vocabulary.initial == ("normal", 0.0, 1.0)
+def test_a_conversion_to_a_dtype_without_the_values_that_rows_begin_with() -> None:
     module, _ = made(initial=1e6)
     module(ids(5, 6))
     with pytest.raises(InvalidValueError, match="ends at 65504"):
@@ -479,19 +454,8 @@ def test_two_modules_of_one_weight() -> None:
     assert second.vocabulary is vocabulary
     assert vocabulary.ids().tolist() == [10]
     assert torch.equal(first(ids(10)), second(ids(10)))
-
-
-def test_weights_that_mean_other_ids() -> None:
-    module, _ = made()
-    plain, padded = st.Embedding(4, DIM), st.Embedding(4, DIM, padding_idx=1)
-    with pytest.raises(InvalidTypeError, match="the weight of another table, whose ids are the numbers of its rows"):
-        module.weight = plain.weight
-    with pytest.raises(InvalidValueError, match="padding_idx is 1 but"):
-        padded.weight = module.weight
-    with pytest.raises(InvalidTypeError, match="replaced by another parameter"):
-        module.weight = nn.Linear(DIM, 4).weight
     dense = nn.Embedding(4, DIM)
-    dense.weight = module.weight
+    dense.weight = first.weight
     with pytest.raises(InvalidTypeError, match="in the order in which ids came"):
         dense(ids(1))
 
@@ -500,8 +464,6 @@ def test_weights_that_mean_other_ids() -> None:
 
 
 class Model(nn.Module):
-    """A model that holds its vocabulary by itself too."""
-
     def __init__(self) -> None:
         super().__init__()
         self.ids = st.Vocabulary(max_capacity=99)
@@ -576,9 +538,7 @@ def test_rows_of_deferred_lookups_whose_gradient_is_to_come_stay() -> None:
         opt.step()
     # The step was made, and those go as soon as they can.
     opt.zero_grad()
-    held.sum().backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, held.sum())
     assert vocabulary.clock == 3
     assert sorted(vocabulary.ids().tolist()) == [0, 1, 2, 7]
 

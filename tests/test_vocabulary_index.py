@@ -34,8 +34,6 @@ def touch(rows, now, last_use, counts=None, decay=1.0):
 
 
 class AgainstDict(RuleBasedStateMachine):
-    """An index and a dict."""
-
     @initialize(room=some.integers(0, 100), pace=some.sampled_from([1, 20, 1 << 15]))
     def make(self, room, pace):
         # How fast a table that is too small is moved.

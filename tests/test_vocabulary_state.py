@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from optimizer_cases import case_named
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -42,14 +43,10 @@ class Run:
         for step in steps:
             draw = torch.Generator().manual_seed(step)
             ids = IDS[(torch.rand(5, generator=draw) ** 2 * len(IDS)).long()]
-            self.optimizer.zero_grad()
-            (self.net.emb(ids) - torch.randn(5, DIM, generator=draw)).square().sum().backward()
-            self.optimizer.step()
+            take_step(self.optimizer, (self.net.emb(ids) - torch.randn(5, DIM, generator=draw)).square().sum())
 
     def step(self, ids: Tensor) -> None:
-        self.optimizer.zero_grad()
-        self.net.emb(ids).square().sum().backward()
-        self.optimizer.step()
+        take_step(self.optimizer, self.net.emb(ids).square().sum())
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
@@ -74,7 +71,6 @@ WAYS = ["model first", "optimizer first", "checkpoint"]
 
 
 def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Path) -> None:
-    """Save a model and an optimizer, and load them into others."""
     if way == "checkpoint":
         st.save_checkpoint(folder, *old)
         st.load_checkpoint(folder, *new)
@@ -87,7 +83,6 @@ def _forgetful() -> Run:
     """Return a run whose ids have the last ones of many rows."""
     run = Run(capacity=25, max_capacity=None, evict=None)
     run.train(*range(6))
-    run.optimizer.zero_grad()
     run.vocabulary.forget(run.vocabulary.ids()[:8])
     return run
 
@@ -97,9 +92,7 @@ def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
     before = large.by_id()
     weights = large.net.state_dict()
     small = Run(capacity=9, max_capacity=None)
-    small.net.emb(large.vocabulary.ids()[-2:]).sum().backward()
-    small.optimizer.step()
-    small.optimizer.zero_grad()
+    take_step(small.optimizer, small.net.emb(large.vocabulary.ids()[-2:]).sum())
     known = small.by_id()
     small.net.load_state_dict(weights)
     after = small.by_id()
@@ -123,15 +116,12 @@ def test_a_plain_embedding_becomes_one_with_ids(
         plain.emb.weight.data[3] = 7
     optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, ours)]
     ids = torch.arange(9)
-    plain.emb(ids).square().sum().backward()
-    optimizers[0].step()
+    take_step(optimizers[0], plain.emb(ids).square().sum())
     carry_over(way, (plain, optimizers[0]), (ours, optimizers[1]), tmp_path)
     for _ in range(2):
         assert torch.equal(ours.emb(ids), plain.emb(ids))
         for net, optimizer in zip((plain, ours), optimizers, strict=True):
-            optimizer.zero_grad()
-            net.emb(ids).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, net.emb(ids).square().sum())
     assert len(ours.emb.vocabulary) == 9 - (padding_idx is not None)
 
 
@@ -303,9 +293,8 @@ def test_a_state_with_a_clock_in_microseconds() -> None:
 
 def test_a_pending_gradient_of_ids_that_are_still_there_stays() -> None:
     run = Run("sgd")
-    run.train(0)
+    run.net.emb(IDS[:3]).sum().backward()
     saved = run.save()
-    assert run.net.emb.weight.grad is not None
     run.load(saved)
     assert run.net.emb.weight.grad is not None
     run.net.load_state_dict(Run("sgd").net.state_dict())
@@ -322,9 +311,7 @@ def test_counts_of_training_and_evaluation() -> None:
     assert (vocabulary.stats().load, vocabulary.stats().unseen_rate) == (0.0, 0.0)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     for ids in ([1, 1, 2], [2, 3, 3, 4, 4], [5, 5]):
-        module(torch.tensor(ids)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, module(torch.tensor(ids)).sum())
     stats = vocabulary.stats()
     # 2 was seen once in the first batch; in the second 2, 3 and 4 need rows, of which there are two without that of 1.
     assert (stats.capacity, stats.max_capacity, stats.clock) == (3, 3, 3)
@@ -359,9 +346,7 @@ def model(device: str = "cpu") -> nn.Module:
 def train(net: nn.Module) -> nn.Module:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for step in range(3):
-        optimizer.zero_grad()
-        net(SEEN + step).square().sum().backward()
-        optimizer.step()
+        take_step(optimizer, net(SEEN + step).square().sum())
     return net
 
 
@@ -453,7 +438,6 @@ def test_only_what_has_changed() -> None:
     run = trained(2)
     vocabulary = run.vocabulary
     clock = vocabulary.clock
-    run.optimizer.zero_grad()
     vocabulary.forget(IDS[3:4])
     run.step(IDS[[1, 7]])
     changes = vocabulary.changed_since(clock)
@@ -461,7 +445,6 @@ def test_only_what_has_changed() -> None:
     assert changes.evicted.tolist() == IDS[3:4].tolist()
     assert (changes.since, changes.clock, changes.complete) == (clock, clock + 1, False)
     assert torch.equal(changes.rows, vocabulary.weights_of(vocabulary.rows(changes.ids).numpy()))
-    run.optimizer.zero_grad()
     vocabulary.forget(IDS[:2])
     run.step(IDS[:1])
     # It came back.
@@ -486,7 +469,6 @@ def test_rows_that_a_step_moves_have_changed(way: str) -> None:
     run = trained(idle="lazy")
     clock, ids = run.vocabulary.clock, run.vocabulary.ids()[:2]
     assert run.vocabulary.changed_since(clock).ids.tolist() == []
-    run.optimizer.zero_grad()
     WAYS[way](run.net.emb, ids)
     run.optimizer.step()
     assert sorted(run.vocabulary.changed_since(clock).ids.tolist()) == sorted(ids.tolist())

@@ -108,7 +108,6 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.forget_unknown()
 
     def make(self, capacity: int, seed: int) -> None:
-        """Make both modules, with rows for `capacity` ids at first."""
         config, self.files = self.config, self.files + 1
         names = ("admit", "evict", "unseen", "max_capacity")
         self.vocabulary = st.Vocabulary(
@@ -172,7 +171,6 @@ class VocabularyMachine(RuleBasedStateMachine):
         return SHARED if self.config["unseen"] == "row" else UNKNOWN + IDS.index(id)
 
     def begin(self, ids: list[int], values: torch.Tensor | None = None) -> None:
-        """Note that ids were admitted."""
         if ids:
             self.set_plain([KNOWN + IDS.index(id) for id in ids], self.first_values(ids) if values is None else values)
         self.known |= set(ids)
@@ -209,7 +207,6 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.known -= set(gone)
 
     def may_go(self, kept: set[int]) -> set[int]:
-        """Return the ids that may be evicted."""
         ids, rule = self.known - kept, self.config["evict"]
         if rule is even_ones:
             return {id for id in ids if id % 2 == 0}
@@ -271,7 +268,6 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     @rule(batches=some.lists(BATCH, min_size=1, max_size=3))
     def ask(self, batches: list[list[list[int]]]) -> None:
-        """Read rows ahead."""
         if self.config["kind"] == "Embedding" and not self.asked:
             for at in batches:
                 ids = [[IDS[one] for one in pair] for pair in at]
@@ -363,7 +359,6 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     @rule(at=BATCH, form=FORMS)
     def whole_step(self, at: list[list[int]], form: str) -> None:
-        """Train as a loop does."""
         self.zero_grad(True)
         self.train(at, form)
         self.backward(False)

@@ -178,7 +178,6 @@ def step(emb: Any, optimizer: Any, ids: torch.Tensor, loss: Any = 0.0) -> None:
 
 
 def caught_up(emb: Any) -> list[int]:
-    """Return the rows that have missed no step."""
     last, lag = emb.table.stored(LAST_STEP), emb._handle.rows.lag
     now = lag.last_steps(len(last), last.device, None, torch.arange(len(last)))
     return (last == now).flatten().nonzero().flatten().tolist() if lag else []

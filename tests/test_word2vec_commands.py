@@ -33,7 +33,6 @@ TRAIN = ["train", "corpus.txt", "-o", "out"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with a corpus."""
     monkeypatch.chdir(tmp_path)
     words = np.random.default_rng(0).integers(0, 50, 3000)
     Path("corpus.txt").write_text(" ".join(f"w{n}" for n in words))
@@ -170,15 +169,8 @@ def test_file_wins_over_defaults_and_flags_over_the_file(folder):
     settings = Settings(**read_config("run.toml"), block_words=32, device="cpu").as_dict()
     assert facts_of("out")["settings"] == settings
     # One of the flags has the value of the default: it was given all the same.
-    succeeds(
-        *arguments,
-        "--overwrite",
-        "--dim",
-        Settings.dim,
-        "--lr",
-        "0.002",
-        *["--option", "momentum=0.5", "--option", "nesterov=False"],
-    )
+    flags = ["--dim", Settings.dim, "--lr", "0.002", "--option", "momentum=0.5", "--option", "nesterov=False"]
+    succeeds(*arguments, "--overwrite", *flags)
     changed = {"dim": Settings.dim, "lr": 0.002, "options": {"momentum": 0.5, "nesterov": False}}
     assert facts_of("out")["settings"] == settings | changed
 

@@ -23,7 +23,6 @@ from speedtransfer.word2vec.plot import neighbour_map, plot
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with vectors and sets."""
     monkeypatch.chdir(tmp_path)
     angle = np.arange(6) * np.pi / 3
     Vectors(["a", "b", "c", "d", "e", "f"], np.stack([np.cos(angle), np.sin(angle)], axis=1)).save("v.txt")

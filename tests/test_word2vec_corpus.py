@@ -102,11 +102,6 @@ def test_folder_is_read_in_order_and_words_end_with_their_file(tmp_path):
     assert Corpus(tmp_path, 1, kind="lines").starts.tolist() == [0, 2, 3]
 
 
-def test_standard_input(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
-    assert words_of("-") == WORDS
-
-
 def test_pieces_are_cut_at_any_white_space():
     for space in filter(str.isspace, map(chr, range(0x110000))):
         data = space.join(["one", "été", "東京", "end"]).encode()
@@ -191,11 +186,3 @@ def test_choice_against_sorting(max_words):
     expected = sorted((-count, word) for word, count in counts.items() if count >= 2)[:max_words]
     assert list(zip((-vocabulary.counts).tolist(), vocabulary.words, strict=True)) == expected
     assert ("x" in vocabulary, "q" in vocabulary) == (True, False)
-
-
-def test_file_round_trip(tmp_path):
-    vocabulary = Vocabulary(["the", "été", "東京"], [30, 4, 4])
-    vocabulary.save(tmp_path / "vocab.txt")
-    assert (tmp_path / "vocab.txt").read_text(encoding="utf-8") == "the 30\nété 4\n東京 4\n"
-    again = Vocabulary.load(tmp_path / "vocab.txt")
-    assert (again.words, again.counts.tolist()) == (vocabulary.words, [30, 4, 4])

@@ -19,11 +19,9 @@ from speedtransfer.word2vec import progress as progress_module
 from speedtransfer.word2vec.optimizers import (
     DEFAULT_LR,
     FALLBACK_LR,
-    LR_END,
     default_lr,
     make_optimizer,
     options_apart,
-    set_lr,
 )
 from speedtransfer.word2vec.progress import (
     FEW_STEPS,
@@ -128,13 +126,6 @@ def test_options_of_several_processes():
     apart = make_optimizer(chosen.optimizer, parameters, *options_apart(chosen.optimizer, chosen.first_lr))
     # In the numbers that the user has given, or may give.
     assert "lr=0.02 with eps=10 moves rows at 0.002" in warning_of_rate(chosen, apart)
-
-
-def test_learning_rate_falls_along_a_line():
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    for done, expected in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.5 * LR_END)):
-        set_lr(optimizer, 0.5, done)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

@@ -239,7 +239,6 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(batches=some.lists(some.tuples(IDS, MOMENTS), min_size=1, max_size=4), depth=some.integers(0, 3))
     def loop(self, batches, depth):
-        """Train as a loop does, with some batches ahead."""
         for ids, moment in batches:
             self.ask(ids, moment, True)
             if len(self.waiting) > depth:
@@ -323,6 +322,5 @@ class TicketMachine(RuleBasedStateMachine):
 
 
 def run_held(machine: type[TicketMachine], options: dict[str, Any]) -> None:
-    """Run a machine while reads ahead are held back."""
     with mock.patch.object(Rows, "fetch", held_fetch):
         run_machine(machine, stateful_step_count=20, **options)

@@ -41,7 +41,6 @@ class Case:
 
 
 def parse(group: str, text: str) -> list[Case]:
-    """Return the cases of a text."""
     cases = []
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         lines = paragraph.splitlines()

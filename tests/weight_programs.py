@@ -334,7 +334,6 @@ def draw(seed: int) -> list[str]:
 
 
 def shrink(program: list[str], setting: Setting, watch: bool, kind: str) -> list[str]:
-    """Return a shorter program of the same outcome."""
     shorter = True
     while shorter:
         shorter = False

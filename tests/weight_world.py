@@ -167,7 +167,6 @@ class World:
         return (rows.sin() * self.target).sum() + (rows * others).mean() + query.square().sum()
 
     def step(self, shift: int = 0) -> None:
-        """Make a step of training."""
         opt = self.names["opt"]
         opt.zero_grad()
         value = self.loss(shift)
@@ -244,7 +243,6 @@ def run_code(name: str, code: str, names: dict[str, Any]) -> Any:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -64,7 +64,6 @@ def in_python(folder: Path) -> None:
 
 
 def in_commands(folder: Path) -> None:
-    """Run the commands, with few rows."""
     (folder / "text").write_text("the cat sat on the mat and the dog sat on the log\n" * 50)
     for command in (
         "info",

@@ -22,7 +22,6 @@ from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
-
 # This class may be put in its place.
 _OF_TORCH = nn.Embedding
 

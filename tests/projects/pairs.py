@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from torch import nn
+from cases import take_step
+from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.nn.table_module import TableModule
@@ -22,6 +24,17 @@ TOLERANCE = 1e-9  # in float64
 DIGITS = 4  # as the projects print their losses and metrics
 
 
+def in_both_ways(test: Any) -> Any:
+    """Give a test the `way`, and whether what it compares is float64."""
+    precisions = pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
+    return pytest.mark.parametrize("way", WAYS)(precisions(test))
+
+
+def stepped(optimizer: Any, losses: Iterable[Tensor]) -> list[float]:
+    """Make a step for each loss, which is computed then, and return them."""
+    return [(take_step(optimizer, loss), loss.item())[1] for loss in losses]
+
+
 @dataclass
 class Outcome:
     """What came of training: what was printed, by name, and values, each a number or a nest of them; and the model."""
@@ -31,11 +44,7 @@ class Outcome:
     model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the weights of the model, if there is one."""
         return {} if self.model is None else self.model.state_dict()
-
-
-Run = Callable[[str], Outcome]
 
 
 @contextlib.contextmanager
@@ -88,7 +97,6 @@ def in_float64() -> Iterator[None]:
 
 
 def numbers(value: Any) -> list[float]:
-    """Return the numbers in `value`, however nested, in order."""
     if isinstance(value, Mapping):
         return [number for key in value for number in numbers(value[key])]
     if isinstance(value, torch.Tensor):

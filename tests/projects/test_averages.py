@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from projects.pairs import WAYS, Outcome, compare
+from projects.pairs import Outcome, compare, in_both_ways, stepped
 from projects.two_towers import loader, make, scores
 
 pytestmark = pytest.mark.slow
@@ -21,17 +21,15 @@ def train(way: str, start, after_step):
     model = make(way)
     opt = torch.optim.AdamW(model.parameters(), lr=0.02)
     average = start(model)
-    losses = []
+
+    def losses():
+        for epoch in range(EPOCHS):
+            for users, items, rating in loader(seed=epoch):
+                yield F.mse_loss(model(users, items), rating)
+                after_step(average, model)
+
     torch.manual_seed(1)
-    for epoch in range(EPOCHS):
-        for users, items, rating in loader(seed=epoch):
-            opt.zero_grad()
-            loss = F.mse_loss(model(users, items), rating)
-            loss.backward()
-            opt.step()
-            after_step(average, model)
-            losses.append(loss.item())
-    return model, average, losses
+    return model, average, stepped(opt, losses())
 
 
 def outcome(model, losses, averaged, **values) -> Outcome:
@@ -87,8 +85,7 @@ def timm_v3(way: str) -> Outcome:
     return outcome(model, losses, ema.module)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("run", [ema_pytorch, torch_ema, timm_v3], ids=lambda run: run.__name__)
 def test_averages(run, way, double):
     if run is not timm_v3:

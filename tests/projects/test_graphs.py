@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from projects.data import ITEMS, edges, triples
-from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways, stepped
 
 pytestmark = pytest.mark.slow
 
@@ -42,15 +42,7 @@ def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
     hand_over(model, way)
     opt = getattr(torch.optim, optimizer)(list(model.parameters()), lr=0.02)
     loader = model.loader(batch_size=30, shuffle=True)
-    losses = []
-    for _ in range(3):
-        model.train()
-        for positive, negative in loader:
-            opt.zero_grad()
-            loss = model.loss(positive, negative)
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
+    losses = stepped(opt, (model.loss(*batch) for _ in range(3) for batch in loader))
     model.eval()
     with torch.no_grad():
         vectors = model()
@@ -61,8 +53,7 @@ def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
     )
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize(("optimizer", "sparse"), [("Adam", False), ("SparseAdam", True)], ids=["dense", "sparse"])
 def test_node2vec(walks, optimizer, sparse, way, double):
     compare(node2vec, way, double, optimizer, sparse)
@@ -79,28 +70,15 @@ def knowledge_graph(way: str, name: str) -> Outcome:
     loader = model.loader(
         head_index=head[:350], rel_type=relation[:350], tail_index=tail[:350], batch_size=50, shuffle=True
     )
-    optimizer = {
-        "TransE": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
-        "ComplEx": lambda: torch.optim.Adagrad(model.parameters(), lr=0.01, weight_decay=1e-6),
-        "DistMult": lambda: torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=1e-6),
-        "RotatE": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
-    }[name]()
-    losses = []
-    for _ in range(3):
-        model.train()
-        for batch in loader:
-            optimizer.zero_grad()
-            loss = model.loss(*batch)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+    kind = torch.optim.Adagrad if name == "ComplEx" else torch.optim.Adam
+    optimizer = kind(model.parameters(), lr=0.01, weight_decay=0 if name in ("TransE", "RotatE") else 1e-6)
+    losses = stepped(optimizer, (model.loss(*batch) for _ in range(3) for batch in loader))
     model.eval()
     ranks = model.test(head[350:], relation[350:], tail[350:], batch_size=40, k=10, log=False)
     return Outcome({"losses": losses, "ranks": ranks}, {}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("name", ["TransE", "ComplEx", "DistMult", "RotatE"])
 def test_knowledge_graph(name, way, double):
     pytest.importorskip("torch_geometric", reason="torch-geometric is not installed: make projects")
@@ -127,20 +105,14 @@ def pykeen(way: str, model: str) -> Outcome:
     torch.manual_seed(4)
     np.random.seed(4)
     losses = loop.train(triples_factory=training, num_epochs=3, batch_size=64, use_tqdm=False, use_tqdm_batch=False)
-    results = RankBasedEvaluator().evaluate(
-        model=net,
-        mapped_triples=testing.mapped_triples,
-        additional_filter_triples=training.mapped_triples,
-        batch_size=16,
-        use_tqdm=False,
-    )
+    given = {"additional_filter_triples": training.mapped_triples, "batch_size": 16, "use_tqdm": False}
+    results = RankBasedEvaluator().evaluate(net, testing.mapped_triples, **given)
     scores = net.score_t(testing.mapped_triples[:5, :2])
     printed = {"losses": losses, "mrr": results.get_metric("mrr"), "hits": results.get_metric("hits@10")}
     return Outcome(printed, {"scores": scores}, net)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("model", ["TransE", "DistMult"])
 def test_pykeen(model, way, double):
     pytest.importorskip("pykeen", reason="PyKEEN is not installed: make projects")

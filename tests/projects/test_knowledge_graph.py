@@ -69,13 +69,8 @@ def test_ranks_are_those_of_pykeen(tmp_path):
     facts, held_out = knowledge_graph.make_facts(ENTITIES, 3000)
     _, model = trained(tmp_path / "entities.npy", epochs=6)
     found = knowledge_graph.ranks(model, held_out, torch.cat([facts.mapped_triples, held_out]), width=77)
-    results = RankBasedEvaluator().evaluate(
-        model=model,
-        mapped_triples=held_out,
-        additional_filter_triples=facts.mapped_triples,
-        batch_size=16,
-        use_tqdm=False,
-    )
+    given = {"additional_filter_triples": facts.mapped_triples, "batch_size": 16, "use_tqdm": False}
+    results = RankBasedEvaluator().evaluate(model, held_out, **given)
     assert found.shape == (2 * len(held_out),)
     assert found.reciprocal().mean().item() == pytest.approx(results.get_metric("mrr"), rel=1e-5)
     assert (found <= 10).double().mean().item() == pytest.approx(results.get_metric("hits@10"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from projects.pairs import DENSE, WAYS, Outcome, assert_same, compare
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, compare, in_both_ways
 from projects.two_towers import ahead, loader, make, scores
 
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed: make projects")
@@ -22,8 +22,6 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(lightning.LightningModule):
-    """What the tutorials call LitModel."""
-
     def __init__(self, way: str, optimizer: str = "AdamW", **options) -> None:
         super().__init__()
         self.net = make(way)
@@ -97,8 +95,7 @@ CALLBACKS = {
 RUNS |= {name: lambda way, make=make: fit(way, callbacks=[make()], max_epochs=4) for name, make in CALLBACKS.items()}
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("run", RUNS)
 def test_lightning(run, way, double, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -111,18 +108,14 @@ def test_resumed(way, tmp_path):
     whole = fit(DENSE, max_epochs=4)
     files = {}
     for which in (DENSE, way):
-        module, runner = (
-            Module(which),
-            trainer(max_epochs=2, enable_checkpointing=True, default_root_dir=tmp_path / which),
-        )
+        module, runner = Module(which), trainer(max_epochs=2)
         runner.fit(module, loader(), loader(seed=1))
         files[which] = tmp_path / f"{which}.ckpt"
         runner.save_checkpoint(files[which])
     for source, target in ((way, way), (DENSE, way), (way, DENSE)):
         resumed = {}
         for name, path in (("ours", files[source]), ("dense", files[DENSE])):
-            module = Module(target if name == "ours" else DENSE)
-            runner = trainer(max_epochs=4)
+            module, runner = Module(target if name == "ours" else DENSE), trainer(max_epochs=4)
             runner.fit(module, loader(), loader(seed=1), ckpt_path=path, weights_only=False)
             resumed[name] = outcome(module, runner)
         assert len(resumed["dense"].printed["losses"]) == len(whole.printed["losses"]) // 2

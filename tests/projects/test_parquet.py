@@ -18,12 +18,23 @@ from speedtransfer.word2vec.vocabulary import read_counts
 for package in ("duckdb", "polars", "pyarrow", "ray"):
     pytest.importorskip(package, reason=f"{package} is not installed: make projects")
 
+import pyarrow as pa  # noqa: E402
+from pyarrow import parquet  # noqa: E402
+
 PAGE = (Path(__file__).parents[2] / "docs" / "word2vec.md").read_text(encoding="utf-8")
 
 
 def recipe(language: str, start: str) -> str:
     (found,) = re.findall(rf"^```{language}\n({start}.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return found
+
+
+def write(path, columns):
+    """Write a table, or a file that is cut off."""
+    if columns is None:
+        path.write_bytes(b"PAR1 but not whole")
+    else:
+        parquet.write_table(pa.table(dict(columns)), path, row_group_size=50)
 
 
 @pytest.mark.parametrize("engine", ["duckdb", "polars", pytest.param("ray", marks=pytest.mark.slow)])
@@ -66,27 +77,15 @@ def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
     ],
 )
 def test_what_is_no_table_of_counts_is_refused(columns, message, tmp_path):
-    from pyarrow import parquet, table
-
     path = tmp_path / "counts.parquet"
-    if columns == "a folder":
-        path.mkdir()
-    elif columns is None:
-        path.write_bytes(b"PAR1 but not whole")
-    else:
-        parquet.write_table(table(columns), path)
+    path.mkdir() if columns == "a folder" else write(path, columns)
     with pytest.raises(StorageError, match=message):
         read_counts(path)
 
 
 def test_words_in_dictionaries(tmp_path):
-    import pyarrow as pa
-    from pyarrow import parquet
-
     words = pa.array(["a", "b"]).dictionary_encode()
-    parquet.write_table(
-        pa.table({"count": pa.array([3, 4], pa.uint32()), "more": [1, 2], "word": words}), tmp_path / "c.parquet"
-    )
+    write(tmp_path / "c.parquet", {"count": pa.array([3, 4], pa.uint32()), "more": [1, 2], "word": words})
     assert Vocabulary.load(tmp_path / "c.parquet").counts.tolist() == [3, 4]
 
 
@@ -98,10 +97,8 @@ TEXTS = ["one two", None, "", "two three\nthree", *[f"word{i % 7} \u00e9t\u00e9"
     "columns", [{"text": TEXTS, "url": ["u"] * len(TEXTS)}, {"n": range(len(TEXTS)), "body": TEXTS}]
 )
 def test_a_corpus_in_a_column_is_that_in_files(columns, kind, tmp_path):
-    from pyarrow import parquet, table
-
     (tmp_path / "there").mkdir()
-    parquet.write_table(table(dict(columns)), tmp_path / "there" / "b.parquet", row_group_size=50)
+    write(tmp_path / "there" / "b.parquet", columns)
     (tmp_path / "there" / "a.txt").write_text("begun here\n")
     (tmp_path / "all.txt").write_text("begun here\n" + "\n".join(text or "" for text in TEXTS), encoding="utf-8")
     ours, plain = (Corpus(tmp_path / name, min_count=1, kind=kind) for name in ("there", "all.txt"))
@@ -121,11 +118,6 @@ def test_a_corpus_in_a_column_is_that_in_files(columns, kind, tmp_path):
     ],
 )
 def test_a_column_of_text_that_is_not_there(columns, message, tmp_path):
-    from pyarrow import parquet, table
-
-    path = tmp_path / "texts.parquet"
-    path.write_bytes(b"PAR1 but not whole")
-    if columns is not None:
-        parquet.write_table(table(columns), path)
+    write(tmp_path / "texts.parquet", columns)
     with pytest.raises(StorageError, match=message):
-        Corpus(path)
+        Corpus(tmp_path / "texts.parquet")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 
 import speedtransfer as st
 from projects.pairs import DENSE, TOLERANCE, Outcome, compare, hand_over, in_float64
@@ -58,9 +59,8 @@ def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...
     before = weight.detach().clone()
     whole.train()
     assert torch.equal(weight, before) is (form in ("frozen", "some rows")), "whether the table takes part"
-    printed = {
-        name: [entry[name] for entry in whole.state.log_history if name in entry] for name in ("loss", "grad_norm")
-    }
+    history = whole.state.log_history
+    printed = {name: [entry[name] for entry in history if name in entry] for name in ("loss", "grad_norm")}
     resumed = {}
     if form in ("saved", "some rows"):
         again = trainer()
@@ -89,9 +89,7 @@ def test_an_adapter_is_loaded_beside_tables_and_without(form, tmp_path):
             model = adapted(way, form).train()
             optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
             for _ in range(3):
-                model(input_ids=ids, labels=ids).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, model(input_ids=ids, labels=ids).loss)
             model.eval().save_pretrained(tmp_path / way)
             loaded = PeftModel.from_pretrained(made(other), tmp_path / way).eval()
             with torch.no_grad():

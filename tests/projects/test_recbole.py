@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse
 
 from projects.data import write_atomic_files
-from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways
 
 pytest.importorskip("recbole", reason="RecBole is not installed: make projects")
 
@@ -49,35 +49,16 @@ def data_path() -> str:
 def configuration(name: str):
     from recbole.config import Config
 
-    options = {
-        "data_path": data_path(),
-        "checkpoint_dir": f"{data_path()}/saved",
-        "epochs": 3,
-        "train_batch_size": 256,
-        "learning_rate": 0.05,
-        "embedding_size": 16,
-        "show_progress": False,
-        "use_gpu": False,
-        "seed": 2020,
-        "reproducibility": True,
-        "state": "ERROR",
-        "worker": 0,
-        "load_col": {"inter": ["user_id", "item_id", "rating", "timestamp"]},
-        **MODELS[name],
-    }
+    columns = {"inter": ["user_id", "item_id", "rating", "timestamp"]}
+    options = {"embedding_size": 16, **MODELS[name], "load_col": columns}
+    options |= {"data_path": data_path(), "checkpoint_dir": f"{data_path()}/saved"}
+    options |= {"epochs": 3, "train_batch_size": 256, "learning_rate": 0.05, "seed": 2020, "reproducibility": True}
+    options |= {"show_progress": False, "use_gpu": False, "state": "ERROR", "worker": 0}
     if name == "DeepFM":
-        options |= {
-            "load_col": {
-                "inter": ["user_id", "item_id", "rating"],
-                "user": ["user_id", "age", "gender"],
-                "item": ["item_id", "class"],
-            },
-            "threshold": {"rating": 4},
-            "eval_args": {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"},
-            "metrics": ["AUC", "LogLoss"],
-            "valid_metric": "AUC",
-            "train_neg_sample_args": None,
-        }
+        columns = {"inter": columns["inter"][:3], "user": ["user_id", "age", "gender"], "item": ["item_id", "class"]}
+        split = {"split": {"RS": [0.8, 0.1, 0.1]}, "group_by": None, "order": "RO", "mode": "labeled"}
+        options |= {"load_col": columns, "threshold": {"rating": 4}, "eval_args": split, "train_neg_sample_args": None}
+        options |= {"metrics": ["AUC", "LogLoss"], "valid_metric": "AUC"}
     elif name in SEQUENTIAL:
         options |= {"train_neg_sample_args": None, "loss_type": "CE"}
     return Config(model=name, dataset="tiny", config_dict=options)
@@ -100,8 +81,7 @@ def train(way: str, name: str) -> Outcome:
     return Outcome({"losses": trainer.train_loss_dict, "best": best, "valid": result, "test": tested}, {}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("name", MODELS)
 def test_recbole(name, way, double):
     compare(train, way, double, name)

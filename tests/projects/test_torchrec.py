@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
-from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways, stepped
 from speedtransfer.nn.ticket import open_tickets
 
 torchrec: Any = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
@@ -57,14 +57,7 @@ def fields_of(pooling: str) -> Any:
 
 
 def train(model: nn.Module, loss_of: Callable[[Any], Tensor], batches: list[Any], make: Any) -> Outcome:
-    opt, losses = make(model.parameters()), []
-    for batch in batches:
-        loss = loss_of(batch)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return Outcome({"loss": losses}, {}, model)
+    return Outcome({"loss": stepped(make(model.parameters()), map(loss_of, batches))}, {}, model)
 
 
 def ready(model: nn.Module, way: str) -> nn.Module:
@@ -136,7 +129,7 @@ class Sequences(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        named = [torchrec.EmbeddingConfig(**given) for given in (ITEM, WHO)]
+        named = [torchrec.EmbeddingConfig(**ITEM, feature_names=["past", "next"]), torchrec.EmbeddingConfig(**WHO)]
         self.rows = torchrec.EmbeddingCollection(tables=named, need_indices=True)
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
 
@@ -148,12 +141,7 @@ class Sequences(nn.Module):
         return (state * found["next"].values()).sum(1)
 
 
-ITEM: dict[str, Any] = {
-    "name": "item",
-    "num_embeddings": ITEMS,
-    "embedding_dim": DIM,
-    "feature_names": ["past", "next"],
-}
+ITEM: dict[str, Any] = {"name": "item", "num_embeddings": ITEMS, "embedding_dim": DIM}
 WHO: dict[str, Any] = {"name": "user", "num_embeddings": USERS, "embedding_dim": DIM, "feature_names": ["user"]}
 
 
@@ -182,8 +170,7 @@ RUNS = {"DLRM": dlrm, "DeepFM": deepfm, "two towers": two_tower, "sequences": se
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("run", RUNS)
 def test_torchrec(run, way, double):
     compare(RUNS[run], way, double)
@@ -214,7 +201,7 @@ def test_forward_and_copies(weighted, dims):
     report = st.replace_embeddings(ours, 0)
     one = dims[0] == dims[1]
     assert report == ([""] if one else ["embedding_bags.t1", "embedding_bags.t2"])
-    assert ("of 2 tables, 17 rows" if one else "apart from others of its collection, as embedding_dim of 't2'") in str(
+    assert ("of 2 tables, 17 rows" if one else "apart from the others beside it, as embedding_dim of 't2'") in str(
         report
     )
     assert isinstance(ours, torchrec.EmbeddingBagCollection)
@@ -237,7 +224,7 @@ def test_forward_and_copies(weighted, dims):
 def test_read_ahead_by_a_loader(weighted):
     """The lookups of both kinds find what was read ahead for them, of a collection among others."""
     bags, given = collection(weighted), [keyed(torch.rand(11)) for _ in range(4)]
-    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**{**ITEM, "feature_names": ["a", "c"]})])
+    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**ITEM, feature_names=["a", "c"])])
     model = nn.ModuleDict({"bags": bags, "rows": rows})
     plain = copy.deepcopy(model)
     st.replace_embeddings(model, 0)

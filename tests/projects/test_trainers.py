@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from projects.data import sequences
-from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over, in_both_ways, stepped
 from projects.two_towers import ahead, loader, make, scores
 
 pytestmark = pytest.mark.slow
@@ -48,12 +48,8 @@ def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Out
     return Outcome({"losses": losses}, {"scores": scores(model)}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    ("clip", "accumulate", "reads_ahead"),
-    [(False, 1, False), (True, 3, False), (True, 3, True)],
-)
+@in_both_ways
+@pytest.mark.parametrize(("clip", "accumulate", "reads_ahead"), [(False, 1, False), (True, 3, False), (True, 3, True)])
 def test_accelerate(clip, accumulate, reads_ahead, way, double):
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
     compare(accelerated, way, double, clip, accumulate, reads_ahead)
@@ -68,20 +64,9 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
     ids = torch.tensor(sequences(12)[0])
     data = [{"input_ids": row, "labels": row} for row in ids]
     config = GPT2Config(vocab_size=97, n_positions=24, n_embd=16, n_layer=1, n_head=2)
-    arguments = {
-        "output_dir": f"{folder}/{way}",
-        "num_train_epochs": 3,
-        "per_device_train_batch_size": 16,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "epoch",
-        "eval_strategy": "epoch",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-        **options,
-    }
+    arguments = {"output_dir": f"{folder}/{way}", "num_train_epochs": 3, "per_device_train_batch_size": 16, "seed": 3}
+    arguments |= {"learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "epoch", "eval_strategy": "epoch"}
+    arguments |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, **options}
 
     def new():
         torch.manual_seed(0)
@@ -103,33 +88,24 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
         trainer.train(resume_from_checkpoint=str(folders[0][1]))
         for ours, before in zip(trainer.model.parameters(), whole.model.parameters(), strict=True):
             torch.testing.assert_close(ours.detach(), before.detach(), rtol=0, atol=1e-5)
-    history = [
-        value for entry in trainer.state.log_history for key, value in entry.items() if key in ("loss", "eval_loss")
-    ]
-    norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
-    return Outcome(
-        {"history": history, "norms": norms}, {"logits": trainer.predict(data[:8]).predictions}, trainer.model
-    )
+    log = trainer.state.log_history
+    printed = {key: [entry[key] for entry in log if key in entry] for key in ("loss", "eval_loss", "grad_norm")}
+    return Outcome(printed, {"logits": trainer.predict(data[:8]).predictions}, trainer.model)
+
+
+ACCUMULATED = {
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+}
+ADAFACTOR = {"gradient_checkpointing": True, "optim": "adafactor"}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("resume", "options"),
-    [
-        (False, {}),
-        (True, {}),
-        (
-            False,
-            {
-                "gradient_accumulation_steps": 2,
-                "max_grad_norm": 0.5,
-                "weight_decay": 0.1,
-                "lr_scheduler_type": "cosine",
-            },
-        ),
-        (False, {"gradient_checkpointing": True, "optim": "adafactor"}),
-        (False, {"bf16": True}),
-    ],
+    [(False, {}), (True, {}), (False, ACCUMULATED), (False, ADAFACTOR), (False, {"bf16": True})],
     ids=["defaults", "resumed", "accumulated", "adafactor", "bf16"],
 )
 def test_trainer(resume, options, way, tmp_path):
@@ -158,20 +134,13 @@ def fastai(way: str, optimizer: str) -> Outcome:
         "Adam": lambda: fast.Adam(model.parameters(), lr=0.02, wd=0.01),
         "wrapped": lambda: fast.OptimWrapper(model.parameters(), torch.optim.AdamW, lr=0.02),
     }[optimizer]()
-    losses = []
     torch.manual_seed(1)
-    for epoch in range(2):
-        for users, items, rating in loader(seed=epoch):
-            loss = F.mse_loss(model(users, items), rating)
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-            losses.append(loss.item())
+    batches = ((model(users, items), rating) for epoch in range(2) for users, items, rating in loader(seed=epoch))
+    losses = stepped(opt, (F.mse_loss(*batch) for batch in batches))
     return Outcome({"losses": losses}, {"scores": scores(model)}, model)
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("optimizer", ["SGD", "momentum", "RMSProp", "Adam", "wrapped"])
 def test_fastai(optimizer, way, double):
     pytest.importorskip("fastai.optimizer", reason="fastai is not installed: make projects")

@@ -1,6 +1,7 @@
 """Models of transformers as they are: tied and untied heads, resizing, saving, checkpointed activations."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import speedtransfer as st
 from projects.data import sequences
-from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over, in_both_ways
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make projects")
 
@@ -22,29 +23,30 @@ def tokens() -> torch.Tensor:
     return torch.tensor(sequences(12)[0])
 
 
+def made(way: str, kind: Any, config: Any) -> nn.Module:
+    torch.manual_seed(0)
+    with classes(way, "transformers"):
+        model = kind(config)
+    return hand_over(model, way)
+
+
 def gpt2(way: str, tied: bool) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    with classes(way, "transformers"):
-        model = GPT2LMHeadModel(GPT2Config(**SMALL, tie_word_embeddings=tied))
-    return hand_over(model, way)
+    return made(way, GPT2LMHeadModel, GPT2Config(**SMALL, tie_word_embeddings=tied))
 
 
 def bert(way: str) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    with classes(way, "transformers"):
-        model = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, max_position_embeddings=24, **sizes))
-    return hand_over(model, way)
+    config = BertConfig(vocab_size=VOCABULARY, max_position_embeddings=24, **sizes)
+    return made(way, BertForSequenceClassification, config)
 
 
-def train(model: nn.Module, steps: int = 6, optimizer: type = torch.optim.AdamW, **options) -> list[float]:
+def train(model: nn.Module, steps: int = 6) -> list[float]:
     """Train as the course of transformers does; return the losses."""
-    options = options or {"lr": 1e-2, "weight_decay": 0.01}
-    opt = optimizer(model.parameters(), **options)
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     ids, losses = tokens(), []
     torch.manual_seed(1)
     model.train()
@@ -66,8 +68,9 @@ def logits(model: nn.Module) -> torch.Tensor:
     return model(input_ids=tokens()[:8]).logits
 
 
-def outcome(model: nn.Module, losses: list[float], **more) -> Outcome:
-    return Outcome({"losses": losses}, {"logits": logits(model), **more}, model)
+def outcome(model: nn.Module, losses: list[float] | None = None, **more) -> Outcome:
+    """Train the model, where it has no losses yet, and return what comes of it."""
+    return Outcome({"losses": losses or train(model)}, {"logits": logits(model), **more}, model)
 
 
 def gpt2_tied(way: str) -> Outcome:
@@ -81,25 +84,23 @@ def gpt2_tied(way: str) -> Outcome:
 
 def gpt2_untied(way: str) -> Outcome:
     model = gpt2(way, tied=False)
-    return outcome(model, train(model), count=[model.num_parameters(exclude_embeddings=True)])
+    return outcome(model, count=[model.num_parameters(exclude_embeddings=True)])
 
 
 def bert_classifier(way: str) -> Outcome:
-    model = bert(way)
-    return outcome(model, train(model))
+    return outcome(bert(way))
 
 
 def checkpointed(way: str) -> Outcome:
     model = gpt2(way, tied=True)
     model.gradient_checkpointing_enable()
-    return outcome(model, train(model))
+    return outcome(model)
 
 
 def frozen(way: str) -> Outcome:
-    """The word table is frozen, as in fine-tuning."""
     model = bert(way)
     model.get_input_embeddings().requires_grad_(False)
-    return outcome(model, train(model))
+    return outcome(model)
 
 
 def resized(way: str, tied: bool, size: int) -> Outcome:
@@ -118,15 +119,10 @@ def resized(way: str, tied: bool, size: int) -> Outcome:
 
 
 RUNS = {run.__name__: (run,) for run in (gpt2_tied, gpt2_untied, bert_classifier, checkpointed, frozen)}
-RUNS |= {
-    f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size)
-    for tied in (True, False)
-    for size in (120, 91)
-}
+RUNS |= {f"resized {size}, tied: {tied}": (resized, tied, size) for tied in (True, False) for size in (120, 91)}
 
 
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
+@in_both_ways
 @pytest.mark.parametrize("run", RUNS)
 def test_transformers(run, way, double):
     compare(RUNS[run][0], way, double, *RUNS[run][1:])
@@ -141,9 +137,7 @@ def test_saved_and_loaded(way, tied, tmp_path):
     losses = {which: train(model) for which, model in models.items()}
     for which, model in models.items():
         model.save_pretrained(tmp_path / which)
-    assert sorted(path.name for path in (tmp_path / way).iterdir()) == sorted(
-        path.name for path in (tmp_path / DENSE).iterdir()
-    )
+    assert {path.name for path in (tmp_path / way).iterdir()} == {path.name for path in (tmp_path / DENSE).iterdir()}
     expected = Outcome({"losses": losses[DENSE]}, {"logits": logits(models[DENSE])}, models[DENSE])
     for loaded_as in (DENSE, way):
         with classes(loaded_as, "transformers"):
@@ -169,26 +163,12 @@ needs_gemma = pytest.mark.skipif(
 
 def gemma(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Gemma3nTextConfig(
-        vocab_size=VOCABULARY,
-        vocab_size_per_layer_input=VOCABULARY,
-        hidden_size=16,
-        hidden_size_per_layer_input=4,
-        intermediate_size=32,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_kv_shared_layers=2,
-        laurel_rank=4,
-        altup_num_inputs=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        sliding_window=8,
-        activation_sparsity_pattern=[0.0] * LAYERS,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    about = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
+    about |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 4, "sliding_window": 8}
+    about |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_kv_shared_layers": 2}
+    about |= {"laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.0] * LAYERS}
+    about |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    config = transformers.Gemma3nTextConfig(**about, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = transformers.Gemma3nForCausalLM(config).eval().to(dtype)
     # Zero in a new model, which looks up the embeddings of the layers for nothing.
     for layer in model.model.layers:

@@ -30,7 +30,6 @@ class Net(nn.Module):
 
 
 def make(way: str, seed: int = 0) -> Net:
-    """Return the model, the same rows for each way."""
     torch.manual_seed(seed)
     with classes(way):
         model = Net()
@@ -45,14 +44,12 @@ def columns() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def loader(batch_size: int = 64, seed: int = 0, num_workers: int = 0) -> DataLoader:
-    """Return shuffled batches, in one order for each seed."""
     generator = torch.Generator().manual_seed(seed)
     workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
     return DataLoader(TensorDataset(*columns()), batch_size, shuffle=True, generator=generator, **workers)
 
 
 def ahead(net: Net, way: str, batches: Any) -> Any:
-    """Return batches, of which tables read rows ahead."""
     return batches if way == DENSE else st.prefetch(batches, lambda batch: [(net.user, batch[0]), (net.item, batch[1])])
 
 

@@ -30,7 +30,6 @@ def table(kind: str, *sizes: Any, make: Callable[..., Any] = st.Embedding, **opt
 
 
 def ids(step: int = 0, rank: int | None = None, size: int = 6) -> Tensor:
-    """Return the batch of a rank, this one by default."""
     rank = dist.get_rank() if rank is None else rank
     return torch.randint(
         0, ROWS, (size,), generator=torch.Generator("cpu").manual_seed(100 * step + rank), device="cpu"
@@ -135,7 +134,6 @@ class Pair:
         assert self.scalers[0].get_scale() == self.scalers[1].get_scale()
 
     def train(self, *steps: int, loss: Callable[[Any, Any], Tensor] | None = None, **end: Any) -> float:
-        """Train both, and return the `distance`."""
         for step in steps:
             self.backward(step, loss)
             self.end(**end)
@@ -163,7 +161,6 @@ def whole(param: Tensor) -> Tensor:
 
 
 def tables(kind: str, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Pair:
-    """Return the pair of a table of a kind, alone."""
     return Pair(table(kind, **options), table("one", **options), optimizer)
 
 

@@ -37,7 +37,6 @@ def module_of(name: str, source: str) -> Any:
 
 
 def number(ids: torch.Tensor) -> torch.Tensor:
-    """Return the places of ids in the list."""
     return (ids.unsqueeze(-1) == IDS).int().argmax(-1)
 
 

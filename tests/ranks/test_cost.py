@@ -131,7 +131,6 @@ class Sum(torch.nn.Module):
 
 
 def run(kind: str, tables: Tables) -> tuple[list[StepCost], StepCost]:
-    """What steps cost, and a step of evaluation."""
     embs = tables.made(kind)
     model = wrap(Sum(embs)) if kind == "replicas" else Sum(embs)
     opt = torch.optim.AdamW(model.parameters())
@@ -280,7 +279,6 @@ def test_frequent_rows_spread(ranks):
 
 
 def draw(rng: np.random.Generator, rows: int, exponent: float, lookups: int) -> np.ndarray:
-    """Distinct ids of a batch of a Zipf law."""
     below = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
     return np.unique(np.searchsorted(below / below[-1], rng.random(lookups)))
 

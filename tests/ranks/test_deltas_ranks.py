@@ -107,7 +107,6 @@ def test_saved_by_some_applied_by_others(case: str, with_state: bool, pool: Any,
 
 
 def go_on(setup: Setup, folder: Path, number: int) -> None:
-    """Train on from a checkpoint, and save a delta and another checkpoint."""
     job, objects = Job(setup), {}
     if number:
         job.load(folder / f"full{number - 1}")

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="clusters of Lin
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Losses of one process, by step."""
     return losses(end(torchrun(TRAIN, "run", "--steps", "300", folder=tmp_path_factory.mktemp("alone"))))
 
 

@@ -60,7 +60,6 @@ def pair_of(kind: str, has_ids: bool, ddp: bool, optimizer: str, idle: str) -> P
 
 @torch.no_grad()
 def read(net: Net) -> Tensor:
-    """What all ids read."""
     net.eval()
     has_ids = net.emb.vocabulary is not None
     rows = [net.emb(ids_of(step, rank, has_ids)) for step in range(len(STEPS) + 1) for rank in range(2)]

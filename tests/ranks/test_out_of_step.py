@@ -45,7 +45,6 @@ class Run:
         self.opt = optimizer(self.net.parameters() if wraps else self.emb.parameters(), lr=rate)
 
     def step(self, number: int, leaves: str = "") -> None:
-        """Make a step, and leave out a part of it."""
         if leaves != "zero_grad":
             self.opt.zero_grad()
         loss = self.model(ids(number), 1 if leaves == "a lookup" else 2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import take_step
 from optimizer_cases import case_named
 from torch import Tensor, nn
 
@@ -60,7 +61,6 @@ def batch(step: int, rank: int, ids: int = 60, lookups: int = 1) -> tuple[Tensor
 
 
 def loss(emb: Any, args: Any, lookups: int = 1) -> Tensor:
-    """Look ids up in turn."""
     ids, weights = (each.tensor_split(lookups) for each in args)
     rows = map(emb, ids)
     return sum((row * (w.sum(1) if row.dim() == 2 else w)).sum() for row, w in zip(rows, weights, strict=True))
@@ -164,7 +164,6 @@ def test_numbers_of_one_process(pool, world, name):
 
 
 def ids_of(rank: int, count: int, start: int = 0) -> Tensor:
-    """Ids that a rank owns."""
     every = np.arange(start, start + 40 * count)
     return torch.from_numpy(every[owners_of(every, dist.get_world_size()) == rank][:count])
 
@@ -211,9 +210,7 @@ def failing_archive() -> tuple[str, list]:
     fails, kept = True, []
     emb = embedding(6, evict="lru", on_evict=keep)
     opt = torch.optim.SGD(emb.parameters(), lr=0.1)
-    emb(ids_of(0, 5)).sum().backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, emb(ids_of(0, 5)).sum())
     error, fails = told(lambda: emb(ids_of(0, 5, 1000))), False
     emb(ids_of(0, 5, 1000))
     return error, kept
@@ -256,14 +253,10 @@ def later_gradient() -> tuple[Tensor, Tensor, str, str]:
     held = emb(first if mine else first[:0])
     other = emb(ids_of(0, capacity - 3, 1000))
     error = told(lambda: emb(ids_of(0, 1, 5000)))
-    other.sum().backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, other.sum())
     # Takes rows of `other`: those of `held` are still waited for.
     emb(ids_of(0, capacity - 3, 2000)).sum().backward()
-    held.sum().backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, held.sum())
     return held.detach(), emb.eval()(first), error, told(lambda: held.sum().backward())
 
 
@@ -286,8 +279,7 @@ def admitted_after_saves(folder: str) -> int:
         if number:
             st.load_checkpoint(f"{folder}/{number - 1}", emb, opt)
         if number != 1:
-            emb(ids_of(dist.get_rank(), 10)).sum().backward()
-            opt.step()
+            take_step(opt, emb(ids_of(dist.get_rank(), 10)).sum())
         st.save_checkpoint(f"{folder}/{number}", emb, opt)
     return len(emb.vocabulary)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hosts import end, torchrun
+from test_word2vec_resume import BreakAt, BreakError
 
 from ranks.pair import told
 from speedtransfer.errors import InvalidValueError
@@ -24,7 +25,7 @@ from speedtransfer.word2vec.gradients import block_gradients
 from speedtransfer.word2vec.optimizers import set_lr
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run_folder import train_into
-from speedtransfer.word2vec.trainer import Callback, Trainer
+from speedtransfer.word2vec.trainer import Trainer
 from speedtransfer.word2vec.vectors import Vectors
 
 # --- one corpus, of which all take blocks in turns ------------------------------------------------------------------------
@@ -137,16 +138,6 @@ def test_each_reads_its_part_and_counts_are_of_all(three, tmp_path):
         assert abs(blocks[: len(blocks) // 2].count(None) - blocks.count(None) / 2) <= 1
 
 
-class BreakError(Exception):
-    pass
-
-
-class BreakAt(Callback):
-    def after_step(self, trainer: Trainer) -> None:
-        if trainer.step == 13:
-            raise BreakError
-
-
 def broken_off_and_resumed(pattern: str, folder: str) -> Any:
     """Train to the end; without sending ids ahead; and to a break and on; return the vectors of each, and an error."""
     options = {**QUICK, "progress": False}
@@ -156,7 +147,7 @@ def broken_off_and_resumed(pattern: str, folder: str) -> Any:
         waiting = train(divided(pattern), **options)
     point = Path(folder) / "point"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_is_stopped", lambda self, stop: BreakAt().after_step(self))
+        patch.setattr(Trainer, "_is_stopped", lambda self, stop: BreakAt(13).after_step(self))
         with pytest.raises(BreakError):
             train(divided(pattern), checkpoint=point, checkpoint_every=6, divide=True, **options)
     resumed = train(divided(pattern), checkpoint=point, resume=True, divide=True, **options)
@@ -172,15 +163,9 @@ def test_a_divided_run_has_the_same_bits_in_all_ways(two, tmp_path):
     for matrix in [*ranks[0], *ranks[1]]:
         np.testing.assert_array_equal(matrix, ranks[0][0])
     for words in ("is one of 2 processes but there are 1", "divide is False but the checkpoint .* was made with True"):
+        quiet = {**QUICK, "progress": False, "divide": "processes" in words}
         with pytest.raises(InvalidValueError, match=words):
-            train(
-                pattern,
-                checkpoint=tmp_path / "point",
-                resume=True,
-                divide="processes" in words,
-                progress=False,
-                **QUICK,
-            )
+            train(pattern, checkpoint=tmp_path / "point", resume=True, **quiet)
 
 
 def trained_by_the_first(pattern: str) -> np.ndarray:

@@ -88,7 +88,6 @@ if torch.__version__ >= "2.7":
 
 
 def both(kind: str, change: Callable[[Net], Any]) -> float:
-    """Train after `change` of both models."""
     pair = nets(kind, sgd_with_momentum, pair={"wrap": lambda net: net})
     for net in (pair.ours, pair.one):
         change(net)

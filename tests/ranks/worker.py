@@ -43,7 +43,6 @@ stores: list[dist.TCPStore] = []
 
 
 def serve(pipe: Connection, rank: int, log: str) -> None:
-    """Answer calls in the process of `rank`."""
     # Ctrl-C is for pytest, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
