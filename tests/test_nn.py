@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -267,6 +268,28 @@ def test_positional_arguments_are_those_of_torch(kind: str) -> None:
     assert ours.weight.requires_grad is dense.weight.requires_grad is (kind == "EmbeddingBag")
     assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
     assert isinstance(ours, getattr(nn, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_place_of_the_class_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in projects that make ``nn.Embedding`` themselves: those made later are ours, subclasses too."""
+
+    def outcome() -> list[Any]:
+        torch.manual_seed(0)
+        own = type("Own", (getattr(nn, kind),), {"forward": lambda self, ids: 2 * super(own, self).forward(ids)})
+        model = nn.ModuleList([getattr(nn, kind)(9, 2), own(9, 2, padding_idx=1), nn.TransformerEncoderLayer(4, 2)])
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        for seed in range(3):
+            ids = torch.tensor([[1, seed], [3, 4]])
+            take_step(opt, model[2](torch.cat([each(ids).view(2, -1, 2) for each in model[:2]], -1)).square().sum())
+        return [copy.deepcopy(model).state_dict(), *map(type, model)]
+
+    wanted, first, *_ = outcome()
+    monkeypatch.setattr(nn, kind, getattr(speedtransfer, kind))
+    found, ours, *_ = outcome()
+    assert first is not ours is getattr(speedtransfer, kind)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
