@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from cases import elsewhere
+from cases import elsewhere, take_step
 from interrupt import Interrupt, alone, sweep  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import SpeedtransferError
+from speedtransfer.errors import RowIndexError, SpeedtransferError
 
 ROWS, DIM = 40, 4
 FACTOR = 7919  # of the ids of a vocabulary
@@ -467,3 +467,26 @@ def test_many_lines(of: str, name: str, kind: type[BaseException], every: int, a
     # Kinds take other lines than those before: what an act does with most of them is met at every line by some.
     first = CASES.index((of, name)) % every
     sweep_of(tmp_path, of, name, lambda points: points[first::every], kind)
+
+
+def test_a_step_of_rows_that_a_device_did_not_find_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device tells of a lookup later, once, before it writes."""
+    emb = st.Embedding(9, 4, idle="lazy")
+    opt, before = torch.optim.AdamW(emb.parameters(), lr=0.1), emb.table.torch().clone()
+    engine = type(emb.table._engine)
+    told, scatter = [], engine.scatter
+
+    def late(self: Any, *args: Any) -> None:
+        if not told:
+            told.append(True)
+            raise RowIndexError("index[3] of an earlier gather")
+        scatter(*args)
+
+    emb(torch.tensor([1, 2])).sum().backward()
+    monkeypatch.setattr(engine, "scatter", late)
+    with pytest.raises(RowIndexError):
+        opt.step()
+    assert torch.equal(emb.table.torch(), before)
+    opt.zero_grad()
+    take_step(opt, emb(torch.tensor([3])).sum())
+    assert (emb.table.torch() != before).any(1).nonzero().flatten().tolist() == [3]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.cuda import WARM_UP, check_not_capturing, is_capturing
-from speedtransfer.errors import DeviceError, OptimizerError
+from speedtransfer.errors import DeviceError, OptimizerError, RowIndexError
 from speedtransfer.optim.features import differ
 from speedtransfer.optim.fused_step import FusedStep, make_step, plan_step
 from speedtransfer.optim.pending import PendingGradient
@@ -119,6 +119,10 @@ class Step:
                 self._make_fused_step(state, optimizer, group)
             try:
                 self._complete(state)
+            except RowIndexError:
+                # Of a lookup that a device has made, and tells of before anything is written: no step is made of its gradient.
+                self._made = None
+                raise
             except BaseException:
                 try:
                     self._complete(state)

@@ -10,6 +10,7 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
 from speedtransfer.engines import SELECTED, CachedRows, Engine, KernelEngine, check_apart
+from speedtransfer.errors import RowIndexError
 from speedtransfer.tables import forks, stats
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Planes
@@ -88,6 +89,9 @@ class UncheckedRows(Planes):
                 else:
                     self._engine.scatter(planes, ids, values, unsorted)
                     self._writes += 1
+            except RowIndexError:
+                # Of an earlier read: nothing is written.
+                raise
             except BaseException:
                 self._write_again(planes, ids, values, unsorted)
                 raise
