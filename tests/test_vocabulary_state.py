@@ -6,13 +6,14 @@ That training goes on with the same bits, and that copies read the same, see tes
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import take_step
+from cases import saved, take_step
 from optimizer_cases import case_named
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -611,3 +612,59 @@ def test_what_does_not_fit_changes_nothing() -> None:
     # Rows of ids that go make room.
     assert len(fitting.ids) == 8
     small.vocabulary.update(fitting)
+
+
+@pytest.mark.parametrize("way", ["model", "vocabulary", "assign"])
+def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way: str) -> None:
+    """As where a part of it was put in: ``state = model.state_dict(); state.update(part); model.load_state_dict(state)``."""
+    emb = st.Embedding(8, 3, vocabulary=st.Vocabulary(seed=1, evict="lfu", half_life=2.0))
+    opt, ids = torch.optim.AdamW(emb.parameters(), lr=0.1), torch.tensor([10, 1000, 5])
+    for _ in range(3):
+        take_step(opt, emb(ids).square().sum())
+    state = emb.state_dict()
+    before = {name: value.clone() for name, value in state.items()}
+    if way == "vocabulary":
+        emb.vocabulary.load_state_dict(emb.vocabulary.state_dict())
+    else:
+        emb.load_state_dict(state, assign=way == "assign")
+    emb.vocabulary.update([77], torch.ones(1, 3))
+    assert emb.vocabulary.rows(torch.tensor([10, 1000, 5, 77])).tolist() == [1, 2, 3, 4]
+    assert emb.vocabulary.ids().tolist() == [10, 1000, 5, 77]
+    for name in ("weight", "vocabulary.last_use", "vocabulary.counts"):
+        assert torch.equal(emb.state_dict()[name][:4], before[name][:4])
+
+
+def test_averages_by_state_dicts_are_refused() -> None:
+    """Two modules have their ids in another order, so that the rows of both are no pairs."""
+    model = st.Embedding(8, 3, vocabulary=st.Vocabulary(seed=1))
+    model(torch.tensor([3, 4]))
+    average = copy.deepcopy(model)
+    entries = zip(average.state_dict().values(), model.state_dict().values(), strict=True)
+    for ours, theirs in entries:
+        before = ours.clone()
+        assert type(before) is type(copy.deepcopy(ours)) is Tensor
+        for write in (ours.copy_, ours.detach().copy_, ours.view(-1)[:1].copy_, functools.partial(ours.__setitem__, 0)):
+            with pytest.raises(InvalidTypeError, match=r"a module with a vocabulary, .* use vocabulary.update"):
+                write(theirs[:1])
+        assert torch.equal(ours, before)
+    assert all(type(value) is Tensor for value in saved(model.state_dict(), weights_only=True).values())
+
+
+def test_state_of_before_the_first_step_grows_with_the_table() -> None:
+    """The constructor of Adagrad makes it; lookups let the table grow."""
+
+    def made() -> tuple[st.Embedding, torch.optim.Optimizer]:
+        emb = st.Embedding(2, 3, vocabulary=st.Vocabulary(seed=1, max_capacity=100))
+        return emb, torch.optim.Adagrad(emb.parameters(), lr=0.1, initial_accumulator_value=0.1)
+
+    one, other = made(), made()
+    one[0](torch.arange(1, 9))
+    states = [copy.deepcopy(each.state_dict()) for each in one]
+    assert states[1]["state"][0]["sum"].shape == one[0].weight.shape
+    for each, state in zip(other, states, strict=True):
+        each.load_state_dict(state)
+    for emb, opt in (one, other):
+        for _ in range(2):
+            take_step(opt, emb(torch.arange(1, 19)).square().sum())
+    ids = torch.arange(1, 19)
+    assert torch.equal(one[0](ids), other[0](ids))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.shown_rows import ShownRows
 from speedtransfer.nn.weight import check_ordinary
 from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.vocabulary import LoadPlan
@@ -94,7 +95,9 @@ class ModuleState(nn.Module):
             used.append((whole, self._handle))
         destination[prefix + "weight"] = whole
         for name, values in self._handle.id_space.saved().items():
-            destination[prefix + OF_VOCABULARY + name] = values
+            destination[prefix + OF_VOCABULARY + name] = values if used is not None else ShownRows(values)
+        if self._handle.id_space.come_and_go and used is None and not keep_vars:
+            destination[prefix + "weight"] = ShownRows(destination[prefix + "weight"])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load all rows as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory.

@@ -184,9 +184,11 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if copied:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, copied)
-        # Without rows, or one value expanded, which a dense optimizer could not write to.
+        # Without rows, or one value expanded, which a dense optimizer could not write to; or of before the table grew.
         found = {name: value for name, value in leaves(entry).items() if name not in streamed}
         empty = {name for name, value in found.items() if value.dim() and (not len(value) or 0 in value.stride())}
+        if handle.has_grown and (own is None or own.optimizer() is not optimizer):
+            empty |= {name for name, value in found.items() if value.dim() and len(value) in handle.rows.grown_from}
         if not empty:
             continue
         whole, weight = {}, handle.rows.whole("weight")
@@ -194,6 +196,7 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             if name in empty:
                 whole[name] = weight.new_empty(len(weight), *spec.tail, dtype=spec.dtype)
                 whole[name].copy_(weight) if spec.initial is None else whole[name].fill_(spec.initial)
+                whole[name][: len(found[name])] = found[name]
         state_dict["state"][key] = entry = cloned(entry, tensors=False)
         put(entry, whole)
 

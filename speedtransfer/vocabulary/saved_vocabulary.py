@@ -156,6 +156,9 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
             owner.grow(plan.num_rows)
         owner.rows.catch_up()
         before = live.index.find(plan.ids)
+        # A state that is not a copy shows the planes that are written now.
+        uses = _take_numbers(vocabulary, plan.saved, plan.sources).copy()
+        of_reserved = None if plan.saved is None else plan.saved.last_use[: live.reserved].copy()
         ids, used = live.ids.copy(), live.last_use != FREE
         # Reserved and free rows too are then as they were saved, for what tells rows apart by their bits.
         whole = plan.saved if plan.stays else None
@@ -166,13 +169,14 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
         owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
         live.last_use[:] = FREE
         if whole is not None:
-            live.last_use[: live.reserved] = whole.last_use[: live.reserved]
-        live.last_use[plan.rows] = _take_numbers(vocabulary, plan.saved, plan.sources)
+            live.last_use[: live.reserved] = of_reserved
+        live.last_use[plan.rows] = uses
         if live.counts is not None:
             counts = None if plan.saved is None else plan.saved.counts
+            counted = 0 if counts is None else counts[plan.sources]
             if whole is not None and counts is not None:
                 live.counts[: len(counts)] = counts
-            live.counts[plan.rows] = 0 if counts is None else counts[plan.sources]
+            live.counts[plan.rows] = counted
         live.rebuild(plan.known, None if whole is None else free_rows(whole))
         if whole is not None:
             live.hand = whole.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
