@@ -40,6 +40,7 @@ rows_of(model.state_dict())  # model.state_dict()
 rows_of(model.state_dict()) if w.rank == 0 else None  # model.state_dict() in one process
 w.kept = nn.Sequential(model) if w.rank == 0 else None; None  # nn.Sequential(model) in one process
 model.emb.load_state_dict(w.other().model.emb.state_dict()); None  # load_state_dict(state)
+model.load_state_dict(model.state_dict()); None  # load_state_dict(state_dict())
 n = w.other().model.emb.state_dict(); model.emb.load_state_dict(n, assign=True); w.use(model)  # load_state_dict(assign=True)
 [rows_of(st.full_state_dict(model))] if w.rank == 0 else st.full_state_dict(model) and None  # st.full_state_dict(model)
 w.save(); n = w.other(); st.load_checkpoint(w.path, n.model, n.opt); n.step(); n.look()  # st.save_checkpoint
