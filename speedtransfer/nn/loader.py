@@ -171,11 +171,8 @@ class PrefetchLoader(Generic[Batch]):
         self._left = deque[_Taken[Batch]]()
 
     def __iter__(self) -> Iterator[Batch]:
-        # Now, and not with the first batch: it may draw.
-        return self._batches(iter(self.loader))
-
-    def _batches(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        ahead = deque[_Taken[Batch]]()
+        # With the first batch: frameworks call iter() to see whether it can be, which would begin the workers of a loader.
+        source, ahead = iter(self.loader), deque[_Taken[Batch]]()
         if source is self.loader:
             # An iterator, which does not begin anew: who takes a part of it gets the next part later.
             ahead = self._left
