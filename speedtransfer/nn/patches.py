@@ -36,6 +36,9 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.DataParallel, "replicate", param_guards.copying_none),
     (nn.parallel.DistributedDataParallel, "__init__", replicas.replicating_tables),
     (nn.parallel.DistributedDataParallel, "join", replicas.refusing_tables),
+    (nn.parallel.DistributedDataParallel, "join_hook", replicas.refusing_tables),
+    (nn.parallel.DistributedDataParallel, "_pre_forward", replicas.beginning),
+    (nn.parallel.DistributedDataParallel, "_post_forward", replicas.ending),
     # By these torch.func wraps what it transforms.
     (torch._functorch.eager_transforms, "_wrap_for_grad", knowing_weights),
     (torch._functorch.eager_transforms, "_wrap_functional_tensor", refusing_weights),

@@ -22,7 +22,7 @@ from speedtransfer.nn.shard_rounds import watch
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.weight import TableWeight, is_ordinary
-from speedtransfer.optim import Handle, find_handle
+from speedtransfer.optim import Handle, find_handle, replicas
 
 # By this name pickles of earlier versions find it.
 _bare = empty_table_module
@@ -113,6 +113,8 @@ def replace_embeddings(
     check_size(min_bytes, "min_bytes")
     options = complete(options)
     check_model(model)
+    if options["process_group"] is None:
+        replicas.check_not_wrapped(model)
     if isinstance(names, Iterable):
         names = [names] if isinstance(names, str) else list(names)
         odd = next((pattern for pattern in names if not isinstance(pattern, str)), None)

@@ -10,7 +10,7 @@ import functools
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
@@ -46,6 +47,9 @@ class Replicas(Owners):
         # Gradients are exchanged from a forward of the wrapper, but in its `no_sync()`, to the end of a backward. Others are
         # added to that of the weight here, as in torch, and go along with the next exchange.
         self.holds = False
+        # Whether this backward came through what the wrapper returned, some of whose parameters may be unused: as torch does
+        # for these, what was accumulated is exchanged at its end.
+        self.passed = False
         # That of the weight after the last exchange, and its version then.
         self._exchanged: tuple[Callable[[], Tensor | None], int] | None = None
         # Parts of the gradient of this process since the last exchange; and whether a whole table was used.
@@ -63,8 +67,8 @@ class Replicas(Owners):
         return version != grad._version or seen() is not grad
 
     def begin(self, model: DistributedDataParallel) -> None:
-        """Note that the forward pass of `model` begins."""
-        self.holds = model.require_backward_grad_sync
+        """Note that the forward pass of `model` begins: of several before a backward one that is to exchange is enough."""
+        self.holds, self.passed = self.holds or model.require_backward_grad_sync, False
 
     def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return self.holds
@@ -81,16 +85,18 @@ class Replicas(Owners):
         self._left, self._whole, self._local = [], False, None
 
     def announce(self) -> list[int]:  # noqa: D102
-        if not self._left:
+        if not self._left and not (self.passed and self.has_local_gradient):
             return to_words(0, _WORDS)
-        handle, whole, count = self.handle, self._whole, 0
-        self._left = [added(handle.table.num_rows, self._left, False)]
+        handle, whole, count, rows = self.handle, self._whole, 0, 0
+        if self._left:
+            self._left = [added(handle.table.num_rows, self._left, False)]
+            rows = len(self._left[0][0])
         if self.has_local_gradient:
             self._local = handle.pending.part()
             whole, count = whole or handle.pending.used_whole, len(self._local[0])
             if handle.features is not None:
                 handle.features.left |= handle.features.touched
-        return to_words(count << _COUNT | len(self._left[0][0]) << 2 | int(whole) << 1 | 1, _WORDS)
+        return to_words(count << _COUNT | rows << 2 | int(whole) << 1 | 1, _WORDS)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
         return []
@@ -103,9 +109,11 @@ class Replicas(Owners):
         if not any(numbers):
             # Of another loss: that of this forward may come.
             return
-        self.holds = False
+        self.holds = self.passed = False
         pending, whole = self.handle.pending, any(number & 2 for number in numbers)
-        found = [(self._mean(left, [(number & _LEFT) >> 2 for number in numbers]), False)]
+        found = []
+        if any((number & _LEFT) >> 2 for number in numbers):
+            found.append((self._mean(left, [(number & _LEFT) >> 2 for number in numbers]), False))
         if any(number >> _COUNT for number in numbers):
             # Hooks of the parameter have seen it.
             found.insert(0, (self._mean(local, [number >> _COUNT for number in numbers]), True))
@@ -161,9 +169,40 @@ def replicating_tables(method: Callable[..., None]) -> Callable[..., None]:
         method(self, *args, **kwargs)
         replicas = [handle.owners for handle in tables.values() if isinstance(handle.owners, Replicas)]
         if replicas:
-            self.register_forward_pre_hook(functools.partial(_begin, replicas))
+            vars(self)["_replicas_of_tables"] = replicas
 
     return replicating
+
+
+def beginning(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DistributedDataParallel._pre_forward``, which `replicate` of torch calls too: tables learn of the pass."""
+
+    @functools.wraps(method)
+    def begin(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        _begin(vars(self).get("_replicas_of_tables", ()), self)
+        return method(self, *args, **kwargs)
+
+    return begin
+
+
+def ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DistributedDataParallel._post_forward``, whose tables learn of a backward through what it returns."""
+
+    @functools.wraps(method)
+    def end(self: DistributedDataParallel, output: Any) -> Any:
+        output, replicas = method(self, output), vars(self).get("_replicas_of_tables", ())
+        if replicas and self.find_unused_parameters and self.require_backward_grad_sync and torch.is_grad_enabled():
+            for each in tree_leaves(output):
+                if isinstance(each, Tensor) and each.requires_grad:
+                    each.register_hook(functools.partial(_pass, replicas))
+        return output
+
+    return end
+
+
+def _pass(replicas: list[Replicas], grad: Tensor) -> None:
+    for each in replicas:
+        each.passed = True
 
 
 def _refuse_vocabularies(tables: dict[str, Handle]) -> None:
@@ -186,7 +225,7 @@ def _check_others(module: nn.Module, tables: dict[str, Handle]) -> None:
         )
 
 
-def _begin(replicas: list[Replicas], model: Any, args: Any) -> None:
+def _begin(replicas: Iterable[Replicas], model: Any) -> None:
     # A copy of the wrapper has copies of these.
     if not all(each.is_alive() for each in replicas):
         raise InvalidValueError(
@@ -225,6 +264,9 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
     """Have the processes train the same rows from now on: those of rank 0."""
     whole: dict[str, Handle] = {}
     for name, handle in tables.items():
+        if isinstance(handle.owners, Replicas) and handle.owners.exchange.is_destroyed():
+            # Of a group that was there before.
+            handle.owners = Owners(handle)
         owners = handle.owners
         if not owners.is_alone and owners.exchange is not exchange:
             ours, theirs = (dist.get_process_group_ranks(e.group) for e in (owners.exchange, exchange))
@@ -283,19 +325,29 @@ def _copy_from_first(handle: Handle, exchange: Exchange, copy_rows: bool) -> Non
 
 
 def refusing_tables(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``DistributedDataParallel.join``, which refuses tables."""
+    """Return ``join``, or `join_hook`, of ``DistributedDataParallel``, which refuses tables."""
 
     @functools.wraps(method)
     def refusing(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         tables = _tables_of(self.module)
         if tables and dist.get_world_size(self.process_group) > 1:
             raise InvalidValueError(
-                f"join() lets processes stop early, but the rows of the table {_name_of_module(next(iter(tables)))} are "
+                f"join() and Join let processes stop early, but the rows of table {_name_of_module(next(iter(tables)))} are "
                 "exchanged by all; iterate over st.equal_steps(loader) instead, which stops all at the shortest"
             )
         return method(self, *args, **kwargs)
 
     return refusing
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise where tables that are made in a model are in a wrapper that would not know of them."""
+    for each in model.modules():
+        if isinstance(each, DistributedDataParallel) and dist.get_world_size(each.process_group) > 1:
+            raise InvalidValueError(
+                "model has a DistributedDataParallel, which would not know of tables that are made within it, so that their "
+                "gradients are averaged by nobody; replace the embeddings first, or pass process_group="
+            )
 
 
 # --- what shards parameters by itself ------------------------------------------------------------------------------------

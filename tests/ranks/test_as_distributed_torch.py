@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
@@ -139,6 +143,65 @@ def two_backwards_of_a_forward(net: Net, opt: Any, model: Callable[[], Any]) -> 
     opt.step()
 
 
+@program
+def unused_after_no_sync(net: Net, opt: Any, model: Callable[..., Any]) -> None:
+    ddp = model(find_unused_parameters=True)
+    # Whether the first and the last batch use the table, in each process.
+    for first, last in (((True, True), (False, True)), ((True, True), (False, False)), ((True, False), (False, False))):
+        with ddp.no_sync():
+            ddp(ids(), first[dist.get_rank()]).square().sum().backward()
+        ddp(ids(1), last[dist.get_rank()]).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@program
+def a_forward_in_no_sync_after_one_that_syncs(net: Net, opt: Any, model: Callable[..., Any]) -> None:
+    ddp = model()
+    for both in (True, False):
+        queries = squares(ddp, ids())
+        with ddp.no_sync():
+            keys = squares(ddp, ids(1))
+        (queries * keys / 64 if both else queries).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@program
+def replicated(net: Net, opt: Any, model: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        # It makes the wrapper with the first forward.
+        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+        replicate(net)
+        for step in range(2):
+            backward(net, step)
+            opt.step()
+            opt.zero_grad()
+
+
+@program
+def a_group_after_another(net: Net, opt: Any, model: Callable[..., Any]) -> None:
+    group = dist.new_group()
+    backward(model(process_group=group))
+    opt.step()
+    opt.zero_grad()
+    dist.destroy_process_group(group)
+    backward(model(), 1)
+    opt.step()
+
+
+def too_late() -> list[str]:
+    plain = wrap(Net(nn.Embedding(ROWS, DIM)))
+    ddp = wrap(Net(st.Embedding(ROWS, DIM)))
+    return [told(lambda: st.replace_embeddings(plain, min_rows=0)), told(lambda: Join([ddp]))]
+
+
+def test_what_the_wrapper_would_not_know(two):
+    for replaced, joined in two(too_late):
+        assert "replace the embeddings first" in replaced
+        assert "st.equal_steps(loader)" in joined
+
+
 # --- rows by hand -----------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +227,7 @@ def rows(make: Callable[..., Any], name: str, **options: Any) -> Tensor:
     net = Net(make(ROWS, DIM, **options))
     with torch.no_grad():
         net.emb.weight.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM) / 256)
-    PROGRAMS[name](net, torch.optim.SGD(net.parameters(), lr=0.125), lambda: wrap(net))
+    PROGRAMS[name](net, torch.optim.SGD(net.parameters(), lr=0.125), functools.partial(wrap, net))
     return net.emb.weight.detach().clone()
 
 
