@@ -60,7 +60,8 @@ class PickedRows:
         """Yield the values in order, 16 MB at a time or less, 1-D and on the host."""
         for rows in row_chunks(self.shape[0], self._row_bytes):
             with self.lock:
-                values = self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1)
+                # A column of records stays a view with gaps.
+                values = self._read(self._numbers(rows.start, rows.stop)).cpu().reshape(-1).contiguous()
             yield values
 
 

@@ -59,6 +59,9 @@ class CachedEngine:
             self.slots = Slots(inner, policy.choose(capacity), ahead)
             # Hits, their bytes, misses and their bytes.
             self._counts = torch.zeros((COUNTERS, 4), dtype=torch.int64, device=self.device)
+            # The first turn on another stream waits for what was queued here.
+            with self.slots.turn():
+                pass
         weakref.finalize(self, close, self.slots).atexit = at_exit
 
     @property
