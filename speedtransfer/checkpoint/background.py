@@ -52,7 +52,7 @@ class SnapshotRows(StoredRows):
             snapshot.close()
 
     def settle(self) -> None:
-        """Have rows of tables in files in files of their own, where the file system lets these share their bytes."""
+        """Have the rows of tables that are files in other files, where the file system lets these share their bytes."""
         for snapshot in self._snapshots:
             snapshot.settle()
 
@@ -77,11 +77,11 @@ class SnapshotRows(StoredRows):
                 return caught_up[name]
             return frozen.table.chunk(name, at)
 
-        # Idle rows are caught up with all their planes.
         if name not in frozen.table.planes:
             raise InvalidValueError(
                 f"a table got state ({name!r}) from a step of another thread while background=True looked at it; save again"
             )
+        # Idle rows are caught up with all their planes.
         row_bytes = rows.table.nbytes // max(len(stored), 1) if frozen.lag else None
         snapshot: Any = frozen.table
         mapped = (lambda: None) if frozen.lag else (lambda: snapshot.settled(name))

@@ -194,13 +194,13 @@ def ending(method: Callable[..., Any]) -> Callable[..., Any]:
         if replicas and self.find_unused_parameters and self.require_backward_grad_sync and torch.is_grad_enabled():
             for each in tree_leaves(output):
                 if isinstance(each, Tensor) and each.requires_grad:
-                    each.register_hook(functools.partial(_pass, replicas))
+                    each.register_hook(functools.partial(_note_backward, replicas))
         return output
 
     return end
 
 
-def _pass(replicas: list[Replicas], grad: Tensor) -> None:
+def _note_backward(replicas: list[Replicas], grad: Tensor) -> None:
     for each in replicas:
         each.passed = True
 
