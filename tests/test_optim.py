@@ -188,7 +188,7 @@ def test_state_is_over_the_table() -> None:
 # --- state: who owns it, what happens when the owner changes, what others see of it -----------------------------------------
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam-fused", "adagrad-initial", "rprop"])
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam-fused", "adagrad-initial", "rprop"])
 def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
     twins = Twins(case_named(name).make)
     batches = twins.batches(16)
@@ -201,11 +201,49 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
     twins.zero_grad()
     twins.backward(*batches[0])
     before = twins.ours.table.torch().clone()
-    with pytest.raises(OptimizerError, match=r"row state is gone: a new \w+ took it over"):
-        old.step()
+    for use in (old.step, old.state_dict):
+        with pytest.raises(OptimizerError, match=r"row state is gone: a new \w+ took it over"):
+            use()
     assert torch.equal(twins.ours.table.torch(), before)
     twins.step()  # the new one goes on
     twins.assert_same()
+
+
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle: str) -> None:
+    weights = []
+    for emb in (st.Embedding(5, 2, idle=idle, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)):
+        nn.init.ones_(emb.weight)
+        turns = [torch.optim.SGD(emb.parameters(), lr=rate, weight_decay=0.1 * (idle == "exact")) for rate in (0.1, 0.3)]
+        for number in range(5):
+            opt = turns[number % 2]
+            opt.zero_grad()
+            emb(torch.tensor([number % 3])).square().sum().backward()
+            opt.step()
+            assert opt.state_dict()["state"].keys() <= {0}
+        weights.append(emb.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+
+
+def test_state_that_was_dropped_is_loaded_again() -> None:
+    weights = []
+    for emb in (st.Embedding(5, 2), nn.Embedding(5, 2)):
+        nn.init.ones_(emb.weight)
+        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+        saved = None
+        for number in range(4):
+            if saved is not None:
+                opt.load_state_dict(saved)
+            opt.zero_grad()
+            emb(torch.tensor([number % 3])).square().sum().backward()
+            opt.step()
+            saved = copy.deepcopy(opt.state_dict())
+            emb.double() if number == 1 else None
+            if number == 1 and isinstance(emb, st.Embedding):
+                with pytest.raises(OptimizerError, match="the table became torch.float64; .* load its state"):
+                    opt.state_dict()
+        weights.append(emb.weight.detach().clone())
+    torch.testing.assert_close(*weights)
 
 
 def test_one_that_is_refused_leaves_the_table_to_another() -> None:

@@ -403,13 +403,12 @@ class Handle:
     def move(self, device: torch.device) -> None:
         """Make `device` the compute device."""
         self.is_sent = self.is_sent and device == self.table.device
-        # Planes of state on the device would move, but not the optimizer's views of them.
-        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.part_specs("weight")):
-            self.drop_state(f"the table moved to {device}")
         if device != self.table.device:
             # Padding is known only where the ids are.
             self.pending.trim()
         self.table.to(device)
+        if self.table.memory == "device" and self.state is not None:
+            self.state.follow_move()
         if self.pending.ids is not None and self.pending.grad is not None:
             self.pending.set_gradient(
                 self.pending.ids.to(self.table.device), self.pending.grad.to(self.table.device), self.pending.known
@@ -430,7 +429,7 @@ class Handle:
             self.rows.catch_up()
             self.pending.state_rows = {}
             owner = self.state.optimizer()
-            if owner is not None:
+            if owner is not None and any(value is not None for value in owner.state.get(self.param_ref(), {}).values()):
                 self.lost[owner] = reason
             self.state.drop()
             self.state = None
@@ -440,7 +439,7 @@ class Handle:
         if optimizer in self.lost:
             raise OptimizerError(
                 f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
-                f"{self.lost[optimizer]}; train a table with one optimizer at a time, or make a new one"
+                f"{self.lost[optimizer]}; train a table with one optimizer at a time, make a new one, or load its state"
             )
 
     def grow(self, num_rows: int) -> None:

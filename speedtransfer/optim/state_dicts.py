@@ -140,6 +140,7 @@ def show_planes(optimizer: Optimizer) -> None:
                 handle.rows.catch_up()
             handle.table.wait()
         else:
+            handle.check_not_lost(optimizer)
             _begin_anew(optimizer, group, handle)
 
 
@@ -245,5 +246,6 @@ def _after_load(optimizer: Optimizer) -> None:
         put(optimizer.state[param], planes)
         handle = find_handle(param)
         if handle is not None:
+            handle.lost.pop(optimizer, None)
             handle.id_space.note_loaded_state(optimizer)
     _held.pop(optimizer, None)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.id_space import IdSpace
+from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.optim.row_gradient import RowGradient
@@ -93,19 +94,30 @@ class StatePlanes:
             self.rows.add_together(added | (LAST_STEPS if with_last_steps and added else {}))
             self._specs.update(specs)
             self._planes.update(planes)
-            for name, plane in planes.items():
-                if not self.rows.is_viewable(plane):
-                    self._views[name] = EncodedPlane(self.rows, plane)
-                elif self.rows.table.cache_rows is not None or self.rows.table.max_rows is not None:
-                    # A view would not show what the cache has, nor rows that come later.
-                    kind = torch.bool if specs[name].dtype == torch.bool else self.rows.table.stored(plane).dtype
-                    self._views[name] = EncodedPlane(self.rows, plane, kind)
-                else:
-                    is_bool = specs[name].dtype == torch.bool
-                    self._views[name] = PlaneView(self.rows, plane, torch.bool if is_bool else None)
+            for name in planes:
+                self._views[name] = self._shown(name)
         except BaseException:
             self._drop_left(planes)
             raise
+
+    def _shown(self, name: str) -> PlaneView | EncodedPlane:
+        """Return a view of a plane, by the name of the state, or its placeholder."""
+        rows, plane, is_bool = self.rows, self._planes[name], self._specs[name].dtype == torch.bool
+        if not rows.is_viewable(plane):
+            return EncodedPlane(rows, plane)
+        if rows.table.cache_rows is not None or rows.table.max_rows is not None:
+            # A view would not show what the cache has, nor rows that come later.
+            return EncodedPlane(rows, plane, torch.bool if is_bool else rows.table.stored(plane).dtype)
+        return PlaneView(rows, plane, torch.bool if is_bool else None)
+
+    def follow_move(self) -> None:
+        """Show the planes where they are now: those on a device move with the table."""
+        optimizer, param = self.optimizer(), self._param()
+        state = {} if optimizer is None or param is None else optimizer.state.get(param, {})
+        before, self._views = self._views, {name: self._shown(name) for name in self._views}
+        put(state, {name: self._views[name] for name, value in leaves(state).items() if value is before.get(name)})
+        for view in before.values():
+            view.drop()
 
     def _drop_left(self, planes: dict[str, str]) -> None:
         """Drop those of `planes`, by the name of the state, that were added, or dropped, in part only."""

@@ -236,6 +236,25 @@ def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
         check_same(planes_of(emb, opt).values(), list(first.values()))
 
 
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(("name", "idle"), [("adamw", "exact"), ("adadelta", "auto"), ("asgd", "exact"), ("sgd-momentum", "lazy")])
+def test_state_moves_with_the_table(device, tmp_path, name, idle, memory):
+    make, batches = case_named(name).make, skewed_batches(NUM_ROWS, DIM, 8)
+    emb, stays = embedding(memory, tmp_path, device, idle=idle), st.Embedding(NUM_ROWS, DIM, idle=idle, device="cpu")
+    stays.load_state_dict(emb.state_dict())
+    opt, expected = make([emb.weight]), make([stays.weight])
+    for number, (ids, target) in enumerate(batches):
+        if number % 2:
+            emb.to("cpu" if number in (1, 5) else device)
+        for module, optimizer in ((emb, opt), (stays, expected)):
+            optimizer.zero_grad()
+            squared_loss(module(ids.to(module.table.device)), target.to(module.table.device)).backward()
+            optimizer.step()
+        found = opt.state_dict()["state"][0]
+        assert found.keys() == expected.state_dict()["state"][0].keys()
+        torch.testing.assert_close(planes_of(emb, opt), planes_of(stays, expected), rtol=1e-4, atol=1e-5)
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
