@@ -339,13 +339,14 @@ def _has_bits_of_torch(device: torch.device) -> bool:
 def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torch.device, exact: bool = False) -> bool:
     """Take one step by the optimizer, and then others by both; `exact`: they must give the same bits."""
     way = _CPU if device.type == "cpu" else _FOREACH
-    with torch.inference_mode(False), torch.no_grad():
+    # torch would make counts of steps on a default device.
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
         # Without hooks, which are not meant for this one.
         step, draw = inspect.unwrap(kind.step), torch.Generator().manual_seed(width)
 
         def drawn() -> Tensor:
-            sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw, device="cpu") if exact else 1
-            values = torch.randn(5, width, generator=draw, dtype=torch.float32, device="cpu") * sizes
+            sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw) if exact else 1
+            values = torch.randn(5, width, generator=draw, dtype=torch.float32) * sizes
             return values.to(device, torch.float32)
 
         weight = torch.nn.Parameter(drawn())

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer as st
 from gpu.tools import hold, synchronizing
-from speedtransfer.optim import stepping
+from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
 from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
 
@@ -124,3 +124,9 @@ def test_streams_and_no_wait(device, fused):
     after = emb.table.gather(ids)
     torch.testing.assert_close(after.cpu(), before - 2)
     assert len(fused) == 4
+
+
+def test_the_kernel_is_compared_under_a_default_device(device):
+    """Counts of steps that torch makes on the device, which steps by the kernel do not read, say nothing of the kernel."""
+    with torch.device(device):
+        assert fused_step._check(device)
