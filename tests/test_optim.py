@@ -214,7 +214,9 @@ def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle: str) -> None:
     weights = []
     for emb in (st.Embedding(5, 2, idle=idle, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)):
         nn.init.ones_(emb.weight)
-        turns = [torch.optim.SGD(emb.parameters(), lr=rate, weight_decay=0.1 * (idle == "exact")) for rate in (0.1, 0.3)]
+        turns = [
+            torch.optim.SGD(emb.parameters(), lr=rate, weight_decay=0.1 * (idle == "exact")) for rate in (0.1, 0.3)
+        ]
         for number in range(5):
             opt = turns[number % 2]
             opt.zero_grad()
@@ -240,7 +242,7 @@ def test_state_that_was_dropped_is_loaded_again() -> None:
             saved = copy.deepcopy(opt.state_dict())
             emb.double() if number == 1 else None
             if number == 1 and isinstance(emb, st.Embedding):
-                with pytest.raises(OptimizerError, match="the table became torch.float64; .* load its state"):
+                with pytest.raises(OptimizerError, match=r"the table became torch.float64; .* load its state"):
                     opt.state_dict()
         weights.append(emb.weight.detach().clone())
     torch.testing.assert_close(*weights)

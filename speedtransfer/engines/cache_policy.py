@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import current_stream, keep_until_done
 from speedtransfer.system import available_bytes
 
 NO_ROW = 2**63 - 1  # fills the places of a cache that has room for more rows than there are
@@ -92,6 +93,9 @@ class LfuPolicy:
         return _filled_up(self._chosen, capacity)
 
     def _count(self) -> None:
+        if self._ids.is_cuda:
+            # Of calls on other streams, perhaps.
+            keep_until_done((*self._seen, self._ids, self._chosen, self._counts), current_stream(self._ids.device))
         seen, times = torch.cat(self._seen).unique(return_counts=True)
         self._seen, self._num_seen = [], 0
         rows = seen != NO_ROW

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import StreamOrder
+from speedtransfer.cuda import StreamOrder, current_stream, keep_until_done
 from speedtransfer.engines.base import Engine, leaves_faults
 from speedtransfer.engines.cache_planes import PlaneSlots, new_values
 from speedtransfer.errors import InvalidValueError
@@ -186,6 +186,9 @@ class Slots:
         self.epoch += 1
         for part in self._parts.values():
             part.valid &= ~free
+        if self.order is not None:
+            # Of a turn on another stream, perhaps.
+            keep_until_done(self.map, current_stream(self.device))
         self.map = ids, chosen
 
     def reset(self, ids: Tensor | None) -> None:

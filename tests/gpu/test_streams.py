@@ -9,12 +9,12 @@ import sys
 
 import pytest
 import torch
-from engine_cases import any_bits
+from engine_cases import any_bits, cached
 
 import speedtransfer as st
 from gpu.tools import DEVICE_ENGINES, ENGINES, WAYS, check_same, hold, no_garbage, store_in  # noqa: F401
 from speedtransfer.cuda.status import load_cupy
-from speedtransfer.engines import StagedEngine
+from speedtransfer.engines import MappedEngine, StagedEngine
 
 WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
 
@@ -165,3 +165,41 @@ def test_memory_of_planes_is_not_given_away_early(device, engine, what):
     side.synchronize()
     assert rows.eq(3).all()
     assert len(thieves) == 4
+
+
+class TestCache:
+    """Its tensors, made on one stream and used on another."""
+
+    ids = torch.arange(8)
+
+    def test_made_on_a_stream_that_is_held_back(self, device):
+        one, two, plane = torch.cuda.Stream(), torch.cuda.Stream(), torch.randn(30, 4).pin_memory()
+        index, rows = (self.ids + 22).to(device), torch.zeros(8, 4, device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            hold(one, 50)
+            engine = cached(8, inner=MappedEngine(device), device=device)
+        with torch.cuda.stream(two):
+            for _ in range(2):
+                engine.gather([plane], index, [rows])
+        two.synchronize()
+        check_same([rows], [plane[22:]])
+        assert engine.counts()["cache_hits"] == 8
+
+    def test_rows_that_leave_while_another_stream_goes_on(self, device):
+        """Which they were is known until they are written."""
+        one, two, plane = torch.cuda.Stream(), torch.cuda.Stream(), torch.zeros(30, 4).pin_memory()
+        engine = cached(8, "lfu", inner=MappedEngine(device), device=device)
+        groups = [(self.ids + start).to(device) for start in (0, 8, 16)]
+        rows = [torch.full((8, 4), 1.0 + number, device=device) for number in range(3)]
+        torch.cuda.synchronize()
+        for number, (index, values) in enumerate(zip(groups, rows, strict=True)):
+            with torch.cuda.stream(two if number % 2 else one):
+                for _ in range(3):
+                    engine.gather([plane], index, [torch.empty_like(values)])
+                engine.scatter([plane], index, [values])
+            with torch.cuda.stream(one if number % 2 else two):
+                thieves = [torch.full((8,), 29, device=device) for _ in range(30)]
+        engine.wait()
+        check_same([plane], [torch.cat([*(values.cpu() for values in rows), torch.zeros(6, 4)])])
+        assert len(thieves) == 30

@@ -237,7 +237,9 @@ def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(("name", "idle"), [("adamw", "exact"), ("adadelta", "auto"), ("asgd", "exact"), ("sgd-momentum", "lazy")])
+@pytest.mark.parametrize(
+    ("name", "idle"), [("adamw", "exact"), ("adadelta", "auto"), ("asgd", "exact"), ("sgd-momentum", "lazy")]
+)
 def test_state_moves_with_the_table(device, tmp_path, name, idle, memory):
     make, batches = case_named(name).make, skewed_batches(NUM_ROWS, DIM, 8)
     emb, stays = embedding(memory, tmp_path, device, idle=idle), st.Embedding(NUM_ROWS, DIM, idle=idle, device="cpu")
