@@ -237,6 +237,8 @@ def test_what_is_not_fused() -> None:
     model = Model()
     assert list(st.replace_embeddings(model, min_rows=0, names="many.0", fuse=True)) == ["many.0"]
     assert type(model.many) is nn.ModuleList
+    alone = Model().many
+    assert "the model is the list itself" in st.replace_embeddings(alone, min_rows=0, fuse=True).notes["0"]
 
 
 def test_compiled_lookups_have_memory_of_their_own() -> None:

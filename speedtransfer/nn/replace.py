@@ -208,7 +208,10 @@ def _groups(
         each: Collection | Container
         if is_collection(module):
             each, wanted = known.get(id(module)) or Collection(module), _wanted(name, module, names)
-        elif fuse and name and is_container(module):
+        elif fuse and is_container(module):
+            if not name:
+                apart[""] = "the model is the list itself, in whose place no other can be put; pass the module that has it"
+                continue
             each = known.get(id(module)) or Container(module)
             wanted = all(_wanted(f"{name}.{key}", table, names) for key, table in each.tables.items())
         else:
