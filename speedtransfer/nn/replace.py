@@ -210,7 +210,9 @@ def _groups(
             each, wanted = known.get(id(module)) or Collection(module), _wanted(name, module, names)
         elif fuse and is_container(module):
             if not name:
-                apart[""] = "the model is the list itself, in whose place no other can be put; pass the module that has it"
+                apart[""] = (
+                    "the model is the list itself, in whose place no other can be put; pass the module that has it"
+                )
                 continue
             each = known.get(id(module)) or Container(module)
             wanted = all(_wanted(f"{name}.{key}", table, names) for key, table in each.tables.items())
