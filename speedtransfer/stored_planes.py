@@ -117,6 +117,25 @@ class StoredPlanes(EncodedPlanes):
         stop = start + len(values)
         self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, stop, keep=True)
 
+    @torch.no_grad()
+    def change(self, function: Callable[[Tensor, slice], object], start: int = 0, stop: int | None = None) -> None:
+        """Have `function` change weights, or their rows from `start` to `stop`, in chunks; they are rounded to nearest.
+
+        It gets rows ``(n, dim)`` on the compute device, to be changed in place, and which they are, counted from `start`.
+        """
+        begun = -1, torch.empty(0)
+
+        def changed(rows: slice) -> Tensor:
+            nonlocal begun
+            # After an interrupt a chunk is asked for again, of which a part may have been written.
+            if begun[0] != rows.start:
+                values = self._chunk("weight", rows).to(self.table.device, self.dtype, copy=True)
+                function(values, slice(rows.start - start, rows.stop - start))
+                begun = rows.start, values
+            return begun[1]
+
+        self._fill("weight", changed, start, stop, keep=True)
+
     def place(self, name: str, values: Tensor, placement: Placement) -> None:
         """Set rows of a plane to those of ``(num_saved, *tail)`` values that `placement` gives them, rounded to nearest.
 

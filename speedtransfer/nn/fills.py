@@ -1,7 +1,7 @@
 """Functions of torch that set the weight of a table as a whole, where its rows are not all here, or are those of a vocabulary.
 
 Of several processes each keeps its own rows of what one would have. With a vocabulary what fills a weight says what rows begin
-with. The weight of any other table is set by the functions themselves.
+with. The weight of any other table is set by the functions themselves, or in chunks (`in_chunks`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import init
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.in_chunks import change, change_rows, changes_in_chunks, fits
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
 from speedtransfer.optim import Sharded, VocabularyIds
 from speedtransfer.vocabulary.initial import FARTHEST
@@ -69,7 +71,15 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
             ids.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
             return tensor
         numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
-        if owners is None or (is_change and not numbers):
+        if owners is None:
+            if is_change:
+                return change(func, tensor, args, kwargs)
+            if not changes_in_chunks(tensor, by_torch=not isinstance(func, FunctionType)) or not _draws_in_chunks(
+                tensor
+            ):
+                return NotImplemented
+            return change_rows(tensor, lambda values, part: func(values, *args, **kwargs))
+        if is_change and not numbers:
             return NotImplemented
         if is_change:
             owners.change(lambda values: func(values, *args, **kwargs), *_part(tensor))
@@ -82,10 +92,15 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
     return call
 
 
+def _draws_in_chunks(weight: Any) -> bool:
+    """Tell whether to draw in chunks: on the CPU, where the numbers are the same, and on a device without room for all."""
+    return bool(handle_of(weight).table.device.type == "cpu") or not fits(weight)
+
+
 def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
     owners = _kinds(weight)[1]
     if owners is None:
-        return NotImplemented
+        return change(Tensor.copy_, weight, (values,), {})
     start, stop = _part(weight)
     owners.handle.load(torch.as_tensor(values).detach().expand(stop - start, owners.handle.table.dim), start)
     return weight
@@ -142,7 +157,9 @@ def truncating(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def call(tensor: Any, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
-        ids, _ = _kinds(tensor)
+        ids, owners = _kinds(tensor)
+        if ids is None and owners is None and changes_in_chunks(tensor, by_torch=False) and not fits(tensor, 5):
+            return change_rows(tensor, lambda values, part: func(values, mean, std, a, b, *args, **kwargs))
         if ids is None:
             return whole(tensor, mean, std, a, b, *args, **kwargs)
         mean, std, a, b = map(float, (mean, std, a, b))

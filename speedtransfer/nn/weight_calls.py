@@ -38,7 +38,16 @@ def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
                 return func(weight, *args, **kwargs)
         handle = handle_of(weight)
         empty = torch.empty(0, dtype=handle.rows.dtype, device=handle.table.device)
-        return weight if func(empty, *args, **kwargs) is empty else NotImplemented
+        moved = func(empty, *args, **kwargs)
+        if moved is empty:
+            return weight
+        trains = torch.is_grad_enabled() and handle.requires_grad and isinstance(weight, TableWeight)
+        if trains or handle.aliased or not handle.of.is_whole or moved.device.type != "cpu":
+            return NotImplemented
+        # From where the rows are, and not by the device, which may have no room for them.
+        handle.of.step.recover()
+        values = handle.of.rows.whole("weight", handle.start, handle.stop).detach()
+        return func(values.to(handle.rows.dtype, copy=handle.of.rows.is_viewable("weight")), *args, **kwargs)
 
     return call
 

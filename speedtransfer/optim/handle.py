@@ -428,9 +428,10 @@ class Handle:
         if self.state is not None:
             self.rows.catch_up()
             self.pending.state_rows = {}
-            owner = self.state.optimizer()
-            if owner is not None and any(value is not None for value in owner.state.get(self.param_ref(), {}).values()):
-                self.lost[owner] = reason
+            owner, param = self.state.optimizer(), self.param_ref()
+            if owner is not None and param is not None:
+                if any(value is not None for value in owner.state.get(param, {}).values()):
+                    self.lost[owner] = reason
             self.state.drop()
             self.state = None
 

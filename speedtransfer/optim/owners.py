@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._tensor_str import PRINT_OPTS, printoptions
 
 from speedtransfer.optim.merge import Part
 from speedtransfer.optim.row_gradient import RowGradient
@@ -135,7 +136,15 @@ class Owners:
 
     def shown(self) -> str:
         """Return all rows as text."""
-        return repr(self.handle.whole())
+        self.handle.step.recover()
+        handle, edge = self.handle, PRINT_OPTS.edgeitems + 1
+        rows, num_rows = handle.rows, handle.num_rows
+        if num_rows * handle.table.dim <= PRINT_OPTS.threshold or num_rows <= 2 * edge:
+            return repr(handle.whole())
+        # What is shown of all, and one row more for the dots.
+        some = [rows.whole("weight", 0, edge), rows.whole("weight", num_rows - edge + 1)]
+        with printoptions(threshold=0):
+            return repr(torch.cat(some).to(handle.table.device, rows.dtype))
 
     def own_row(self, row: int | None) -> int | None:
         """Return the number here of a row of the whole table; None: this process does not update it."""
@@ -167,6 +176,14 @@ class Owners:
         handle.rows.catch_up()
         handle.table.wait()
         handle.rows.load("weight", values.detach())
+
+    def change(self, function: Callable[..., object], start: int = 0, stop: int | None = None) -> None:
+        """Have `function` change every value, each by itself, in the rows from `start` to `stop`, as `Rows.change`."""
+        handle = self.handle
+        handle.table.check_writable()
+        handle.rows.catch_up()
+        handle.table.wait()
+        handle.rows.change(function, start, stop)
 
     def begin_copy(self) -> None:
         """Make ready for a copy of the rows."""

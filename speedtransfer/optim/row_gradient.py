@@ -73,6 +73,8 @@ class RowGradient(Tensor):
     parts: Parts
     # Whether it was made by ``backward(create_graph=True)``: in torch one could go back from it.
     of_graph: bool = False
+    # What rows have that are not active: True in a mask that says which values are finite.
+    elsewhere: bool = False
     _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
 
     @staticmethod
@@ -111,6 +113,11 @@ class RowGradient(Tensor):
             return NotImplemented
         if func in _OF_SPARSE and isinstance(args[0], RowGradient) and args[0].sparse:
             return _OF_SPARSE[func](*args, **(kwargs or {}))
+        if func in (torch.isfinite, Tensor.isfinite) and not args[0].sparse:
+            # The dispatcher sees comparisons that make up the same.
+            made = args[0].like(args[0].rows.isfinite())
+            made.elsewhere = True
+            return made
         # The default of Tensor would wrap dense results in a RowGradient without rows.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -190,7 +197,7 @@ class RowGradient(Tensor):
         """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` if every row is active."""
         if self.is_full():
             return self.rows
-        return self.rows.new_zeros(self.shape).index_copy_(0, self.ids, self.rows)
+        return self.rows.new_full(self.shape, self.elsewhere).index_copy_(0, self.ids, self.rows)
 
     def make_dense(self) -> Tensor:
         """Make every row active, others with zeros, and return the dense values."""
@@ -291,6 +298,10 @@ if RowGradient not in _foreach_utils._foreach_supported_types:
 def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of `func` computed on the active rows; NotImplemented if it needs all rows."""
     name = func.overloadpacket
+    if any(isinstance(each, RowGradient) and each.elsewhere for each in tree_leaves((args, kwargs))):
+        if func is aten.all.default:
+            return func(args[0].rows)
+        return args[0].like(func(args[0].rows)) if name in (aten.logical_not, aten.bitwise_not) else NotImplemented
     if name in _LISTS:
         return _of_lists(func, args, kwargs)
     if name is aten._foreach_norm and order_of(args, kwargs) > 0:

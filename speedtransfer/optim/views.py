@@ -145,7 +145,7 @@ class Views:
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
                 f"{handle} is used as a whole, but its {handle.table.num_rows} rows do not fit on {handle.table.device}; use "
-                "the rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
+                "the rows that are needed (emb(ids)), or all on the host (emb.weight.detach().cpu(), emb.table.torch())"
             ) from error
 
     def note_use(self, ids: Tensor, version: int) -> None:

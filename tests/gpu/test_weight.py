@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_weight import CASES, compare
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from weight_world import EXACT, LAZY
 
 import speedtransfer as st
@@ -74,11 +75,25 @@ class TestMemory:
         gc.collect()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / total, device)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 160e6) / total, device)
         try:
-            big = st.Embedding(200_000, 64, memory="pinned", device=device)
-            with pytest.raises(InvalidValueError, match=r"200000 rows do not fit on cuda:0; use the rows that are"):
+            big = st.Embedding(1_000_000, 64, memory="pinned", device=device)
+            with pytest.raises(InvalidValueError, match=r"1000000 rows do not fit on cuda:0; use the rows that are"):
                 big.weight.norm()
+            with torch.no_grad():
+                nn.init.trunc_normal_(nn.init.normal_(big.weight, std=3), std=0.5)
+                nn.init.xavier_uniform_(big.weight[7:8]).zero_()
+                big.weight.mul_(2)
+                average = AveragedModel(big)
+                average.update_parameters(big)
+                torch._foreach_lerp_([average.module.weight], [big.weight], 0.5)
+            on_host = big.weight.detach().cpu()
+            torch.testing.assert_close(on_host, average.module.table.torch())
+            assert 0.9 < on_host.std() < 1.1
+            assert not on_host[7].any()
+            assert str(big.weight).count("\n") == 8
+            big(torch.tensor([3, 3, 9], device=device)).sum().backward()
+            assert torch.isfinite(big.weight.grad).all()
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
         assert emb.weight.norm() > 0
