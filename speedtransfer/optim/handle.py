@@ -429,9 +429,9 @@ class Handle:
             self.rows.catch_up()
             self.pending.state_rows = {}
             owner, param = self.state.optimizer(), self.param_ref()
-            if owner is not None and param is not None:
-                if any(value is not None for value in owner.state.get(param, {}).values()):
-                    self.lost[owner] = reason
+            had = owner.state.get(param, {}) if owner is not None and param is not None else {}
+            if owner is not None and any(value is not None for value in had.values()):
+                self.lost[owner] = reason
             self.state.drop()
             self.state = None
 
