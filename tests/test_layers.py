@@ -114,7 +114,8 @@ def test_torch_distributed_is_imported_in_few_places():
 
 # What a handle is made of, and what it asks (`owners`, `id_space`) for all else.
 TOWER = """
-    handle pending stepping views assignment whole_gradient graph state state_planes row_gradient fused_step anchor
+    handle pending stepping views assignment whole_gradient graph state state_planes row_gradient row_functions
+    row_parts fused_step anchor
 """
 # Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
 ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"

@@ -13,61 +13,11 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
-from speedtransfer.optim.row_gradient import Parts, RowGradient
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.row_parts import SliceParts, place_of
 from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
-from speedtransfer.tables import NOTHING, Known, Table
-
-
-class FeatureParts(Parts):
-    """The active rows of one feature, from row `start` to `stop` of the gradient of all, which `of` is, as it is by now."""
-
-    __slots__ = ("_seen", "of", "start", "stop")
-    _seen: tuple[Tensor, Tensor, Tensor]
-
-    def __init__(self, of: Parts, start: int, stop: int) -> None:
-        self.of, self.start, self.stop = of, start, stop
-        self._look()
-
-    def _look(self) -> None:
-        whole = self.of.rows
-        at = place_of(self.of.ids, self.start, self.stop)
-        self._seen = whole, self.of.ids[at] - self.start, whole[at]
-
-    def _now(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradient of all as it is by now, and the ids and the gradient of the feature."""
-        if self._seen[0] is not self.of.rows:
-            self._look()
-        return self._seen
-
-    @property
-    def ids(self) -> Tensor:  # type: ignore[override]
-        """The active rows of the feature, ``(n,)``."""
-        return self._now()[1]
-
-    @property
-    def rows(self) -> Tensor:  # type: ignore[override]
-        """Their gradient, ``(n, dim)``, in the memory of that of all."""
-        return self._now()[2]
-
-    @property
-    def known(self) -> Known:  # type: ignore[override]
-        """Nothing: they are not padded."""
-        return NOTHING
-
-    def set(self, ids: Tensor, rows: Tensor, known: Known) -> None:
-        """Leave the gradient of all as it is, which is not made dense by that of a feature."""
-
-    def freeze(self) -> None:
-        """Go on showing what there is now, whatever becomes of the gradient of all."""
-        frozen = Parts()
-        frozen.set(self.of.ids, self._now()[0], NOTHING)
-        self.of = frozen
-
-
-def place_of(ids: Tensor, start: int, stop: int) -> slice:
-    """Return where the rows from `start` to `stop` are among `ids` (n,), which are sorted."""
-    return slice(*torch.searchsorted(ids, torch.tensor([start, stop], device=ids.device)).tolist())
+from speedtransfer.tables import NOTHING, Table
 
 
 class FeatureView:
@@ -191,7 +141,7 @@ class FeatureView:
         assert features is not None
         shown, parts = features.shown.get(self.number), features.parts.get(self.number)
         if parts is None or parts.of is not whole.parts:
-            parts = features.parts[self.number] = FeatureParts(whole.parts, self.start, self.stop)
+            parts = features.parts[self.number] = SliceParts(whole.parts, self.start, self.stop)
         if shown is None or shown.parts is not parts or shown.sparse != whole.sparse:
             shown = RowGradient(self.num_rows, parts.ids, parts.rows, self._refuse_dense, whole.sparse)
             shown.parts, features.shown[self.number] = parts, shown

@@ -15,6 +15,7 @@ from torch import Tensor
 from speedtransfer.cuda import capture_number, check_not_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError
+from speedtransfer.optim import row_functions  # noqa: F401
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
 from speedtransfer.optim.merge import Part, added, keep, merged, unpadded

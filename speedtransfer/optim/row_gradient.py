@@ -7,7 +7,6 @@ it reads as the sparse gradient that torch makes, and still supports what a dens
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,32 +17,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim.merge import merged
 from speedtransfer.tables import NOTHING, Known
 
 aten = torch.ops.aten
 
 
-def _packets(names: str) -> set[Any]:
-    return {getattr(aten, name) for name in names.split()}
-
-
-# Elementwise functions that map zero to zero, whatever their further arguments are.
-_ZERO_TO_ZERO = _packets(
-    "abs abs_ neg neg_ sign sgn sqrt square isnan isinf nan_to_num nan_to_num_ zero_ clone _to_copy"
-)
-_SCALED = _packets("mul mul_ div div_")
-_DIVISIONS = _packets("div div_")
-_CLAMPED = _packets("clamp clamp_")
-_SUMS = _packets("add add_ sub sub_")
-# Functions of lists: the first list may hold RowGradients and ordinary tensors.
-_LISTS_CLAMPED_MIN = _packets("_foreach_clamp_min _foreach_clamp_min_")
-_LISTS_CLAMPED_MAX = _packets("_foreach_clamp_max _foreach_clamp_max_")
-_LISTS = _LISTS_CLAMPED_MIN | _LISTS_CLAMPED_MAX
-_LISTS |= _packets(
-    "_foreach_mul _foreach_mul_ _foreach_div _foreach_div_ _foreach_neg _foreach_neg_ _foreach_abs _foreach_abs_"
-)
-_LISTS |= _packets("_foreach_zero_ _amp_foreach_non_finite_check_and_unscale_")
+# What is called in place of a function of the dispatcher that is given such a gradient, by its name there: filled by
+# `row_functions`. NotImplemented: it gets dense values.
+by_row: dict[Any, Callable[..., Any]] = {}
+# Those that know of rows that are not zero elsewhere.
+know_elsewhere: set[Callable[..., Any]] = set()
 
 
 class Parts:
@@ -57,6 +40,10 @@ class Parts:
     def set(self, ids: Tensor, rows: Tensor, known: Known) -> None:
         """Have other rows, everywhere that this is shown."""
         self.ids, self.rows, self.known = ids, rows, known
+
+    def count_write(self) -> None:
+        """Have the rows show that they were written to, which torch does not do below the dispatcher."""
+        torch.autograd.graph.increment_version(self.rows)
 
 
 class RowGradient(Tensor):
@@ -73,8 +60,8 @@ class RowGradient(Tensor):
     parts: Parts
     # Whether it was made by ``backward(create_graph=True)``: in torch one could go back from it.
     of_graph: bool = False
-    # What rows have that are not active: True in a mask that says which values are finite.
-    elsewhere: bool = False
+    # What rows have that are not active: not zero in a mask, say of the values that are finite.
+    elsewhere: float = 0
     _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
 
     @staticmethod
@@ -106,18 +93,15 @@ class RowGradient(Tensor):
         """Handle functions that the dispatcher does not see: assigning ``grad.data``, and those of sparse tensors."""
         if func == Tensor.data.__set__ and isinstance(args[0], RowGradient):  # type: ignore[attr-defined]
             args[0].make_dense().copy_(args[1])
-            torch.autograd.graph.increment_version(args[0].rows)
+            args[0].parts.count_write()
             return None
         if not all(issubclass(kind, RowGradient) or kind in (Tensor, torch.nn.Parameter) for kind in types):
             # Torch asks the weight of a table next.
             return NotImplemented
         if func in _OF_SPARSE and isinstance(args[0], RowGradient) and args[0].sparse:
             return _OF_SPARSE[func](*args, **(kwargs or {}))
-        if func in (torch.isfinite, Tensor.isfinite) and not args[0].sparse:
-            # The dispatcher sees comparisons that make up the same.
-            made = args[0].like(args[0].rows.isfinite())
-            made.elsewhere = True
-            return made
+        if func is Tensor.__setitem__ and type(args[0]) is RowGradient and by_row[func](*args):
+            return None
         # The default of Tensor would wrap dense results in a RowGradient without rows.
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
@@ -197,7 +181,14 @@ class RowGradient(Tensor):
         """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` if every row is active."""
         if self.is_full():
             return self.rows
-        return self.rows.new_full(self.shape, self.elsewhere).index_copy_(0, self.ids, self.rows)
+        try:
+            return self.rows.new_full(self.shape, self.elsewhere).index_copy_(0, self.ids, self.rows)
+        except torch.OutOfMemoryError as error:
+            raise InvalidValueError(
+                f"the gradient of a weight of {self.shape[0]} rows is used by a function that needs all of them, which do not "
+                f"fit on {self.device}; use functions of each value (scaling, clipping, comparisons), norms, sums and means, "
+                "which act on the rows that a batch has touched"
+            ) from error
 
     def make_dense(self) -> Tensor:
         """Make every row active, others with zeros, and return the dense values."""
@@ -297,57 +288,12 @@ if RowGradient not in _foreach_utils._foreach_supported_types:
 
 def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of `func` computed on the active rows; NotImplemented if it needs all rows."""
-    name = func.overloadpacket
-    if any(isinstance(each, RowGradient) and each.elsewhere for each in tree_leaves((args, kwargs))):
-        if func is aten.all.default:
-            return func(args[0].rows)
-        return args[0].like(func(args[0].rows)) if name in (aten.logical_not, aten.bitwise_not) else NotImplemented
-    if name in _LISTS:
-        return _of_lists(func, args, kwargs)
-    if name is aten._foreach_norm and order_of(args, kwargs) > 0:
-        return func(tree_map_only(RowGradient, _some_rows, args[0]), *args[1:], **kwargs)
-    if not args or not isinstance(args[0], RowGradient):
-        return _scaled(func, args, {}) if name is aten.mul and len(args) == 2 else NotImplemented
-    grad, rest = args[0], args[1:]
-    if name in (aten.detach, aten.alias):
-        made = grad._made(grad.ids, grad.rows, grad.known, grad._changed)
-        if not grad.sparse:
-            # Of a sparse one torch makes another with the same values, which does not become what the first becomes.
-            made.parts = grad.parts
-        return made
-    if name is aten.zero_:
-        _wrapped(grad, grad.rows.zero_())
-        grad._tell(grad.rows, "zeroed")
-        return grad
-    if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
-        return _wrapped(grad, func(grad.rows, *rest, **kwargs))
-    if name in _SCALED:
-        return _scaled(func, args, kwargs)
-    if name in _SUMS and isinstance(rest[0], RowGradient):
-        same = rest[0].ids is grad.ids or torch.equal(rest[0].trim().ids, grad.trim().ids)
-        if rest[0].shape == grad.shape and same:
-            return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
-        if func is aten.add.Tensor and rest[0].shape == grad.shape and not kwargs:
-            # As autograd adds those of two lookups.
-            one, other = (grad.ids, grad.rows.clone(), grad.known), (rest[0].ids, rest[0].rows, rest[0].known)
-            return grad._made(*merged(grad.shape[0], one, other, grad.rows.is_cuda)[0])
+    instead = by_row.get(func.overloadpacket)
+    if instead is None:
         return NotImplemented
-    over_all = len(rest) < 2 and kwargs.get("dim") is None
-    norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and order_of(args, kwargs) > 0
-    if norm or func in (aten.sum.default, aten.any.default, aten.count_nonzero.default):
-        return func(_some_rows(grad), *rest, **kwargs)
-    if func in (aten.max.default, aten.min.default):
-        full = grad.is_full()
-        if not grad.rows.numel():
-            return grad.rows.new_zeros(()) if grad.numel() else NotImplemented
-        extreme = func(grad.rows)
-        return extreme if full else func(torch.stack([extreme, torch.zeros_like(extreme)]))
-    return NotImplemented
-
-
-def _some_rows(grad: RowGradient) -> Tensor:
-    """Return the rows, or one of zeros if none is active: there is no largest of no values."""
-    return grad.rows if grad.rows.numel() or not grad.numel() else grad.rows.new_zeros(1, *grad.shape[1:])
+    if instead not in know_elsewhere and any(isinstance(it, RowGradient) and it.elsewhere for it in tree_leaves(args)):
+        return NotImplemented
+    return instead(func, args, kwargs)
 
 
 def _check_no_graph(func: Any, args: tuple[Any, ...]) -> None:
@@ -368,74 +314,16 @@ def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Call a function that writes its result to `out`, by rows where that is the gradient of the same rows."""
     if isinstance(out, RowGradient):
         result = func.overloadpacket(*args, **{name: value for name, value in kwargs.items() if name != "out"})
-        if isinstance(result, RowGradient) and result.ids is out.ids and result.dtype == out.dtype:
-            return _wrapped(out, out.rows.copy_(result.rows))
+        if (
+            isinstance(result, RowGradient)
+            and result.ids is out.ids
+            and result.dtype == out.dtype
+            and not result.elsewhere
+        ):
+            out.rows.copy_(result.rows)
+            out.parts.count_write()
+            return out
     return _densely(func, args, kwargs)
-
-
-def _wrapped(grad: RowGradient, result: Any) -> Any:
-    if result is not grad.rows:
-        return grad.like(result)
-    # Torch does not do that below the dispatcher.
-    torch.autograd.graph.increment_version(result)
-    return grad
-
-
-def order_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    """Return the order of a norm from the arguments of its function."""
-    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-    return 2.0 if order is None else float(order)
-
-
-def _keeps_zero(low: Any = None, high: Any = None, **kwargs: Any) -> bool:
-    low, high = kwargs.get("min", low), kwargs.get("max", high)
-    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
-    return numbers and (low is None or low <= 0) and (high is None or high >= 0)
-
-
-def _scaled(func: Any, args: tuple[Any, ...], rounding: dict[str, Any]) -> Any:
-    """Multiply or divide by a number, or by a tensor that broadcasts to the shape of the gradient."""
-    first, second = args[0], args[1]
-    if len(args) > 2 or (isinstance(first, RowGradient) and isinstance(second, RowGradient)):
-        return NotImplemented
-    grad, other = (first, second) if isinstance(first, RowGradient) else (second, first)
-    if isinstance(other, Tensor):
-        if other.dim() > 2 or torch.broadcast_shapes(other.shape, grad.shape) != grad.shape:
-            return NotImplemented
-        # A factor for each row, such as a mask.
-        if other.dim() == 2 and other.shape[0] == grad.shape[0] != 1:
-            other = other[grad.trim().ids.to(other.device)]
-        # 0 / 0 and 0 * inf make rows without a gradient NaN. A single factor is not checked: the host would wait for the GPU,
-        # and such a factor shows in the loss.
-        if other.numel() > 1:
-            kept = (other != 0) & ~other.isnan() if func.overloadpacket in _DIVISIONS else other.isfinite()
-            if not bool(kept.all()):
-                return NotImplemented
-    elif other != other or (other == 0 if func.overloadpacket in _DIVISIONS else math.isinf(other)):
-        return NotImplemented
-    result = func(grad.rows, other, **rounding) if first is grad else func(other, grad.rows)
-    return _wrapped(grad, result)
-
-
-def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grads = args[0]
-    flat = [item for other in args[1:] if isinstance(other, list | tuple) for item in other]
-    if any(isinstance(item, Tensor) and item.dim() for item in flat):
-        return NotImplemented
-    low = args[1] if func.overloadpacket in _LISTS_CLAMPED_MIN else None
-    high = args[1] if func.overloadpacket in _LISTS_CLAMPED_MAX else None
-    if not _keeps_zero(low, high):
-        return NotImplemented
-    results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
-    # In place.
-    if results is None:
-        changed = [g for g in grads if isinstance(g, RowGradient)]
-        torch.autograd.graph.increment_version([g.rows for g in changed])
-        if func.overloadpacket is aten._foreach_zero_:
-            for g in changed:
-                g._tell(g.rows, "zeroed")
-        return None
-    return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
 
 
 def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -470,5 +358,6 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     new_args = [filled(argument, value) for argument, value in zip(schema, args, strict=False)]
     new_kwargs = {name: filled(by_name[name], value) for name, value in kwargs.items()}
     result = func(*new_args, **new_kwargs)
-    torch.autograd.graph.increment_version([grad.rows for grad in written])
+    for grad in written:
+        grad.parts.count_write()
     return tree_map_only(Tensor, lambda tensor: dense.get(id(tensor), tensor), result)

@@ -17,13 +17,15 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import Part
-from speedtransfer.optim.row_gradient import RowGradient, by_rows, order_of
+from speedtransfer.optim.row_functions import REDUCTIONS, order_of
+from speedtransfer.optim.row_gradient import RowGradient, by_rows
 from speedtransfer.ranks import Exchange
 from speedtransfer.tables import Known
 
 aten = torch.ops.aten
-# Of one number, which is that of all processes. Those of the active rows of each are added, or the largest is taken.
-_ADDED = {aten.sum.default, aten.count_nonzero.default}
+# Functions of one number, which is that of all processes, of zeros elsewhere and of other values: no process knows whether
+# there are any.
+_REDUCED = {aten.sum.default, aten.count_nonzero.default, aten.any.default}, {aten.all.default}
 _NORMS = (aten.linalg_vector_norm, aten.norm)
 
 
@@ -63,16 +65,16 @@ class ShardGradient(RowGradient):
             return _norms(args[0], order_of(args, kwargs), kwargs.get("dtype"))
         if name in _NORMS and isinstance(args[0], cls) and _over_all(args, kwargs) and order_of(args, kwargs) > 0:
             return _norms([args[0]], order_of(args, kwargs), kwargs.get("dtype"))[0]
-        if (name in _NORMS or func in (aten.max.default, aten.min.default)) or _of_each_row(args):
+        is_known = name not in REDUCTIONS or func in _REDUCED[bool(args[0].elsewhere)]
+        if not is_known or name in (aten.index, aten.index_select) or _of_each_row(args):
             _refuse(func)
         result = by_rows(func, args, kwargs)
         if result is NotImplemented:
             _refuse(func)
-        if func in _ADDED:
-            values = _of_ranks(args[0].exchange, result.double()[None]).sum(0)
-            return values[0].to(result)
-        if func is aten.any.default:
-            return _of_ranks(args[0].exchange, result.double()[None]).bool().any().to(result.device)
+        if name in REDUCTIONS:
+            values = _of_ranks(args[0].exchange, result.double()[None])
+            reduced = values.amax() if name is aten.any else values.amin() if name is aten.all else values.sum()
+            return reduced.to(result)
         if name is aten._amp_foreach_non_finite_check_and_unscale_:
             found = args[1]
             for exchange in {g.exchange for g in args[0] if isinstance(g, ShardGradient)}:

@@ -36,13 +36,15 @@ setattr(emb.weight, "data", torch.zeros(ROWS + 1, DIM)) -> ^Invalid
 torch.optim.LBFGS(emb.parameters()).step(lambda: emb(ids()).sum()) -> LBFGS
 emb.weight == 0
 emb.weight.sum()
-emb.weight.grad == 0
-emb.weight.grad ** 2
+(emb.weight.grad == 0).sum()
+(emb.weight.grad == 0).any()
+emb.weight.grad[torch.tensor([1])]
+emb.weight.grad[1:3]
 emb.weight.grad[0]
 emb.weight.grad.max()
 emb.weight.grad.mean()
 emb.weight.grad.all()
-torch.isfinite(emb.weight.grad)
+emb.weight.grad.norm(dim=1)
 dist.all_reduce(emb.weight.grad)
 nn.init.eye_(emb.weight)
 emb.weight.data[0].fill_(0)

@@ -239,6 +239,11 @@ def functions_of_gradients(kind: str) -> float:
         lambda grad: grad.abs().sum(),
         lambda grad: grad.count_nonzero(),
         lambda grad: grad.isnan().any(),
+        lambda grad: grad.pow(2).sum(),
+        lambda grad: (grad > 0.1).sum(),
+        lambda grad: torch.isfinite(grad).all(),
+        # Some of each process are negative.
+        lambda grad: torch.isfinite(grad.sqrt()).all() or (grad.sqrt() != grad.sqrt()).any(),
         lambda grad: torch.tensor(grad.numel()),
         lambda grad: grad.clone().data.float().norm().round(decimals=4),
     ]

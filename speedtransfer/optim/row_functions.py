@@ -1,0 +1,313 @@
+"""Functions of torch of the gradient of a table, computed on its active rows; `by_row` has them by name.
+
+A function of each value by itself gives the active rows new values, and all others one, `RowGradient.elsewhere`, which is
+found on the host. What is zero there has more functions: sums, norms and factors that differ by row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from speedtransfer.optim.merge import merged
+from speedtransfer.optim.row_gradient import RowGradient, by_row, know_elsewhere
+from speedtransfer.optim.row_parts import flat_view, rows_at, select_view, slice_view, zero_rows
+
+aten = torch.ops.aten
+
+
+def _packets(names: str) -> set[Any]:
+    return {getattr(aten, name) for name in names.split() if hasattr(aten, name)}
+
+
+# Elementwise functions that map zero to zero, whatever their further arguments are.
+_ZERO_TO_ZERO = _packets("abs abs_ neg neg_ sign sgn sqrt isnan isinf nan_to_num nan_to_num_")
+# Other elementwise functions: their result depends on the values there, and on numbers.
+_EACH = """
+    addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_ clamp_max clamp_max_
+    clamp_min clamp_min_ copy_ eq exp expm1 floor floor_divide ge gt isneginf isposinf le lerp lerp_ log log1p logical_and
+    logical_not logical_or logical_xor lt maximum minimum ne pow pow_ reciprocal round rsub sigmoid tanh
+    trunc ceil_ fill_ floor_ round_ sign_ sqrt_ tanh_ trunc_
+"""
+_DIVISIONS = _packets("div div_")
+# Functions of lists: the first list may hold RowGradients and ordinary tensors.
+_LISTS_CLAMPED_MIN = _packets("_foreach_clamp_min _foreach_clamp_min_")
+_LISTS_CLAMPED_MAX = _packets("_foreach_clamp_max _foreach_clamp_max_")
+_LISTS = _LISTS_CLAMPED_MIN | _LISTS_CLAMPED_MAX
+_LISTS |= _packets(
+    "_foreach_mul _foreach_mul_ _foreach_div _foreach_div_ _foreach_neg _foreach_neg_ _foreach_abs _foreach_abs_"
+)
+_LISTS |= _packets("_foreach_zero_ _amp_foreach_non_finite_check_and_unscale_")
+_NORMS = _packets("norm linalg_vector_norm")
+_EXTREMES, _DEVIATIONS = _packets("max min amax amin"), _packets("var std")
+# What zeros add nothing to.
+_SUMS = _NORMS | _packets("sum any count_nonzero")
+REDUCTIONS = _SUMS | _EXTREMES | _DEVIATIONS | _packets("mean all")
+
+
+def _some_rows(grad: RowGradient) -> Tensor:
+    """Return the rows, or one of zeros if none is active: there is no largest of no values."""
+    return grad.rows if grad.rows.numel() or not grad.numel() else grad.rows.new_zeros(1, *grad.shape[1:])
+
+
+def _wrapped(grad: RowGradient, result: Any, elsewhere: Any = 0) -> Any:
+    if result is not grad.rows:
+        made = grad.like(result)
+        made.elsewhere = elsewhere
+        return made
+    grad.parts.count_write()
+    return grad
+
+
+def order_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Return the order of a norm from the arguments of its function."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    return 2.0 if order is None else float(order)
+
+
+# --- each value by itself ---------------------------------------------------------------------------------------------------
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = args[0]
+    made = grad._made(grad.ids, grad.rows, grad.known, grad._changed)
+    made.elsewhere = grad.elsewhere
+    if not grad.sparse:
+        # Of a sparse one torch makes another with the same values, which does not become what the first becomes.
+        made.parts = grad.parts
+    return made
+
+
+def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = args[0]
+    rows = func(grad.rows, *args[1:], **kwargs)
+    elsewhere = torch.tensor(grad.elsewhere, device="cpu").to(rows.dtype).item() if grad.elsewhere else 0
+    return _wrapped(grad, rows, elsewhere)
+
+
+def _zeroed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = args[0]
+    _wrapped(grad, grad.rows.zero_())
+    grad._tell(grad.rows, "zeroed")
+    return grad
+
+
+def _to_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0].elsewhere:
+        return _each(func, args, kwargs)
+    return _wrapped(args[0], func(args[0].rows, *args[1:], **kwargs))
+
+
+def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of each value on the active rows, and on the value elsewhere; all gradients have the same rows."""
+    flat = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    grads = [value for value in flat if isinstance(value, RowGradient)]
+    first = grads[0]
+    if any(not isinstance(value, RowGradient) and (value.dim() or not value.is_cpu) for value in flat):
+        return NotImplemented
+    if not all(grad.shape == first.shape and grad.device == first.device and _same(grad, first) for grad in grads):
+        return NotImplemented
+    one = tree_map_only(
+        RowGradient, lambda grad: torch.full((1,), grad.elsewhere, dtype=grad.dtype, device="cpu"), (args, kwargs)
+    )
+    elsewhere = func(*one[0], **one[1]).item()
+    in_place = func.overloadpacket.__name__.endswith("_")
+    if in_place and not (elsewhere == one[0][0].item() == first.elsewhere):
+        return NotImplemented
+    if elsewhere and first.sparse:
+        return NotImplemented
+    args, kwargs = tree_map_only(RowGradient, lambda grad: grad.rows, (args, kwargs))
+    return _wrapped(first, func(*args, **kwargs), elsewhere)
+
+
+def _same(grad: RowGradient, other: RowGradient) -> bool:
+    return grad.ids is other.ids or torch.equal(grad.trim().ids, other.trim().ids)
+
+
+def _summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, other = args[0], args[1]
+    if not isinstance(grad, RowGradient) or not isinstance(other, RowGradient):
+        return _each(func, args, kwargs)
+    if grad.shape != other.shape or _same(grad, other):
+        return _each(func, args, kwargs)
+    if func is not aten.add.Tensor or kwargs or grad.elsewhere or other.elsewhere or grad.dim() != 2:
+        return NotImplemented
+    # As autograd adds those of two lookups.
+    one, two = (grad.ids, grad.rows.clone(), grad.known), (other.ids, other.rows, other.known)
+    return grad._made(*merged(grad.shape[0], one, two, grad.rows.is_cuda)[0])
+
+
+def _multiplied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not any(isinstance(value, RowGradient) and value.elsewhere for value in args):
+        result = _scaled(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return _each(func, args, kwargs)
+
+
+def _scaled(func: Any, args: tuple[Any, ...], rounding: dict[str, Any]) -> Any:
+    """Multiply or divide by a number, or by a tensor that broadcasts to the shape of the gradient."""
+    first, second = args[0], args[1]
+    if len(args) > 2 or (isinstance(first, RowGradient) and isinstance(second, RowGradient)):
+        return NotImplemented
+    grad, other = (first, second) if isinstance(first, RowGradient) else (second, first)
+    if other is first and (func.overloadpacket is not aten.mul or rounding):
+        return NotImplemented
+    if isinstance(other, Tensor):
+        if other.dim() > grad.dim() or torch.broadcast_shapes(other.shape, grad.shape) != grad.shape:
+            return NotImplemented
+        # A factor for each row, such as a mask.
+        if other.dim() == grad.dim() and other.shape[0] == grad.shape[0] != 1:
+            other = other[grad.trim().ids.to(other.device)]
+        # 0 / 0 and 0 * inf make rows without a gradient NaN. A single factor is not checked: the host would wait for the GPU,
+        # and such a factor shows in the loss.
+        if other.numel() > 1:
+            kept = (other != 0) & ~other.isnan() if func.overloadpacket in _DIVISIONS else other.isfinite()
+            if not bool(kept.all()):
+                return NotImplemented
+    elif other != other or (other == 0 if func.overloadpacket in _DIVISIONS else math.isinf(other)):
+        return NotImplemented
+    result = func(grad.rows, other, **rounding) if first is grad else func(other, grad.rows)
+    return _wrapped(grad, result)
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------------
+
+
+def _keeps_zero(low: Any, high: Any) -> bool:
+    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
+    return numbers and (low is None or low <= 0) and (high is None or high >= 0)
+
+
+def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grads = args[0]
+    flat = [item for other in args[1:] if isinstance(other, list | tuple) for item in other]
+    masks = any(isinstance(g, RowGradient) and g.elsewhere for g in grads)
+    if masks or any(isinstance(item, Tensor) and item.dim() for item in flat):
+        return NotImplemented
+    low = args[1] if func.overloadpacket in _LISTS_CLAMPED_MIN else None
+    high = args[1] if func.overloadpacket in _LISTS_CLAMPED_MAX else None
+    if not _keeps_zero(low, high):
+        return NotImplemented
+    results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
+    # In place.
+    if results is None:
+        changed = [g for g in grads if isinstance(g, RowGradient)]
+        for g in changed:
+            g.parts.count_write()
+        if func.overloadpacket is aten._foreach_zero_:
+            for g in changed:
+                g._tell(g.rows, "zeroed")
+        return None
+    return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
+
+
+def _norms_of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if order_of(args, kwargs) <= 0:
+        return NotImplemented
+    return func(tree_map_only(RowGradient, _some_rows, args[0]), *args[1:], **kwargs)
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------------
+
+
+def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Reduce all values to one, or those of each row, or those of each column."""
+    grad, packet = args[0], func.overloadpacket
+    pairs = packet in (aten.max, aten.min) and func not in (aten.max.default, aten.min.default)
+    if not isinstance(grad, RowGradient) or not grad.numel() or pairs:
+        return NotImplemented
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    dims = dims_of(given, grad.dim())
+    if dims == [1]:
+        return _of_each_row(func, args, kwargs)
+    if packet in _NORMS and (grad.elsewhere or order_of(args, kwargs) <= 0):
+        return NotImplemented
+    if packet in _SUMS and not grad.elsewhere and dims in (None, [0]):
+        return func(_some_rows(grad), *args[1:], **kwargs)
+    if dims is not None:
+        return NotImplemented
+    return func(grad.rows, *args[1:], **kwargs) if grad.is_full() else _with_others(func, grad, given, args, kwargs)
+
+
+def dims_of(given: dict[str, Any], num_dims: int) -> list[int] | None:
+    """Return the dimensions that a reduction is over, by its arguments; None: all, which leaves one number."""
+    dim = given.get("dim")
+    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    over_all = not dims or len(dims) == num_dims
+    return None if over_all and not given.get("keepdim") else sorted(each % num_dims for each in dims)
+
+
+def _with_others(func: Any, grad: RowGradient, given: dict[str, Any], args: Any, kwargs: Any) -> Any:
+    """Reduce all values where rows that are not active count, too: of each value there `grad.elsewhere`."""
+    packet, rows, elsewhere = func.overloadpacket, grad.rows, grad.elsewhere
+    total, known = grad.numel(), rows.numel()
+    if packet in (aten.any, aten.all):
+        decided = bool(elsewhere) == (packet is aten.any)
+        return torch.full_like(func(rows), True) & (packet is aten.any) if decided else func(rows)
+    if packet in _EXTREMES:
+        other = rows.new_full((), elsewhere)
+        return func(torch.stack([func(rows), other])) if known else other
+    if packet in _DEVIATIONS:
+        wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        mean = wide.sum() / total + elsewhere * (1 - known / total)
+        squares = (wide - mean).square().sum() + (total - known) * (elsewhere - mean).square()
+        correction = given.get("correction")
+        found = squares / max(0, total - (1 if correction is None else correction))
+        return (found.sqrt() if packet is aten.std else found).to(rows.dtype)
+    result = func(rows, *args[1:], **kwargs) if known else func(rows.new_zeros(1), *args[1:], **kwargs)
+    if packet is aten.mean:
+        wide = rows.sum(dtype=torch.promote_types(result.dtype, torch.float32))
+        return ((wide + (total - known) * elsewhere) / total).to(result.dtype)
+    # A sum, or a count.
+    return result + (total - known) * (elsewhere if packet is aten.sum else bool(elsewhere))
+
+
+def _of_each_row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad = args[0].trim()
+    other = func(grad.rows.new_full((1, *grad.shape[1:]), grad.elsewhere), *args[1:], **kwargs)
+    found = func(grad.rows, *args[1:], **kwargs)
+    return other.expand(grad.shape[0], *other.shape[1:]).clone().index_copy_(0, grad.ids, found)
+
+
+# --- rows, and other shapes -------------------------------------------------------------------------------------------------
+
+
+def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, index = args[0], args[1]
+    alone = isinstance(index, list | tuple) and len(index) == 1
+    return rows_at(grad, index[0], True) if alone and not kwargs and isinstance(grad, RowGradient) else NotImplemented
+
+
+def _selected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, dim, index = args
+    return rows_at(grad, index, False) if isinstance(grad, RowGradient) and dim in (0, -grad.dim()) else NotImplemented
+
+
+def _fill(packets: Iterable[Any], function: Callable[..., Any], elsewhere: bool = False) -> None:
+    by_row.update(dict.fromkeys(packets, function))
+    if elsewhere:
+        know_elsewhere.add(function)
+
+
+_fill(_packets(_EACH), _each, True)
+_fill(_ZERO_TO_ZERO, _to_zero, True)
+_fill(_packets("add add_ sub sub_"), _summed, True)
+_fill(_packets("mul mul_ div div_"), _multiplied, True)
+_fill(_packets("detach alias"), _alias, True)
+_fill(_packets("clone _to_copy"), _copied, True)
+_fill(_packets("zero_"), _zeroed)
+_fill(_LISTS, _of_lists)
+_fill(_packets("_foreach_norm"), _norms_of_lists)
+_fill(REDUCTIONS, _reduced, True)
+_fill(_packets("index"), _indexed, True)
+_fill(_packets("index_select"), _selected, True)
+_fill(_packets("slice"), slice_view)
+_fill(_packets("select"), select_view)
+_fill(_packets("view _unsafe_view"), flat_view)
+_fill([Tensor.__setitem__], zero_rows)
