@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from cases import take_step
 from forked import run_script
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -178,3 +180,27 @@ def test_tensors_without_values() -> None:
     with mode, pytest.raises(InvalidTypeError, match="is made under FakeTensorMode"):
         st.Embedding(12, 5)
     assert emb(IDS).shape == (2, 3, 5)
+
+
+@pytest.mark.parametrize("options", [{}, {"storage_dtype": "split24"}, {"cache_rows": 5}], ids=str)
+def test_files_by_addresses(options, tmp_path):
+    """What writes files by the addresses of tensors gets rows: under each name of a tied weight, or it is refused."""
+    emb, head = st.Embedding(20, 4, **options), nn.Linear(4, 20, bias=False)
+    head.weight = emb.weight
+    for model in (nn.ModuleDict({"emb": emb, "head": head}), nn.ModuleDict({"head": head, "emb": emb})):
+        state = model.state_dict()
+        assert len({value.data_ptr() for value in state.values()}) == 1
+        assert all(torch.equal(value, emb.weight) for value in state.values())
+        save_model(model, tmp_path / "model")
+        (saved,) = load_file(tmp_path / "model").values()
+        assert torch.equal(saved, emb.weight)
+        emb.weight.data.mul_(2)
+        assert torch.equal(model.state_dict()["head.weight"], emb.weight)
+    for values in (emb.weight, emb.weight.data, emb.weight.detach().cpu()):
+        with (
+            contextlib.nullcontext()
+            if not options
+            else pytest.raises(InvalidTypeError, match="no address of all its rows")
+        ):
+            save_file({"weight": values}, tmp_path / "weight")
+            assert torch.equal(load_file(tmp_path / "weight")["weight"], emb.weight)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,8 +15,9 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.shown_rows import ShownRows
-from speedtransfer.nn.weight import check_ordinary
+from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary, handle_of
 from speedtransfer.optim import Handle, VocabularyIds
+from speedtransfer.optim.views import outside_of_transforms
 from speedtransfer.vocabulary import LoadPlan
 
 # The keys of the state of a vocabulary begin so, after the name of the module.
@@ -21,6 +25,9 @@ OF_VOCABULARY = "vocabulary."
 # Placeholders used in state dicts so far, each with its handle; None: state dicts hold the rows themselves.
 _placeholders: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("placeholders", default=None)
 _plans: ContextVar[Mapping[Handle, LoadPlan]] = ContextVar("plans", default={})  # noqa: B039 - nobody writes to it
+# The rows that a state dict has of a weight, for its other names there: what writes files finds ties by their memory.
+_shown: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Callable[[], Tensor | None]]]
+_shown = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -63,6 +70,36 @@ def with_weight(module: nn.Module, weight: Tensor | None) -> Iterator[Any]:
     vars(module).update(changed)
 
 
+def _rows_in(destination: Any, handle: Any) -> Tensor:
+    """Return all rows of a weight, or of a part of one, where they are stored, for a state dict: the same under each name."""
+    known, shown = _shown.get(handle, (lambda: None, lambda: None))
+    whole = shown() if known() is destination else None
+    if whole is None:
+        handle.of.step.recover()
+        with outside_of_transforms():
+            whole = handle.of.rows.whole("weight", handle.start, handle.stop)
+        if isinstance(destination, OrderedDict):
+            _shown[handle] = weakref.ref(destination), weakref.ref(whole)
+    return whole
+
+
+def knowing_ties(save: Callable[..., None]) -> Callable[..., None]:
+    """Return what saves the parameters of any module, with the rows of a table, in place of what stands for all of them."""
+
+    @functools.wraps(save)
+    def called(self: nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
+        save(self, destination, prefix, keep_vars)
+        if keep_vars or with_placeholders():
+            return
+        for name, param in self._parameters.items():
+            if isinstance(param, TableWeight) and isinstance(destination.get(prefix + name), WeightData):
+                handle = handle_of(param)
+                if handle.of.is_whole:
+                    destination[prefix + name] = _rows_in(destination, handle)
+
+    return called
+
+
 class ModuleState(nn.Module):
     """The part of :class:`TableModule` that saves and loads its state dict."""
 
@@ -89,7 +126,7 @@ class ModuleState(nn.Module):
         used = _placeholders.get()
         if used is None:
             self._handle.step.recover()
-            whole = self._parameters["weight"] if keep_vars else self._handle.rows.whole("weight")
+            whole = self._parameters["weight"] if keep_vars else _rows_in(destination, self._handle)
         else:
             whole = self._placeholder()
             used.append((whole, self._handle))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from speedtransfer.cuda import count_graphs
+from speedtransfer.nn import module_state
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.nn.weight import knowing_weights, refusing_weights
 from speedtransfer.once import once
@@ -31,6 +32,7 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (Optimizer, "__getstate__", state_dicts.preparing(hooks.take_loaded, state_dicts.show_planes)),
     (torch.autograd, "backward", backward.knowing_tables),
     (nn.Parameter, "__new__", param_guards.making_no_other),
+    (nn.Module, "_save_to_state_dict", module_state.knowing_ties),
     (torch.utils, "swap_tensors", param_guards.swapping_none),
     (nn.DataParallel, "__init__", param_guards.taking_none),
     (nn.DataParallel, "replicate", param_guards.copying_none),

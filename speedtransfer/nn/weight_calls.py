@@ -99,6 +99,18 @@ def _of_layout(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _data_ptr(weight: Any) -> int:
+    """Return the address of the rows, where there is memory of all of them, one after the other."""
+    handle = handle_of(weight)
+    if not handle.aliased:
+        raise InvalidTypeError(
+            f"{handle} has no address of all its rows, which are stored otherwise or elsewhere (data_ptr(), by which files "
+            "are written and other libraries called); pass a copy (weight.detach().clone()), or model.state_dict()"
+        )
+    with as_tensor():
+        return weight.data_ptr()
+
+
 def _strided(func: Callable[..., Any], first: int) -> Callable[..., Any]:
     """Return ``as_strided`` or the like: the offset, argument `first`, counts from the first row of a feature, not of all."""
 
@@ -387,7 +399,7 @@ _PROPERTIES = """
 _METHODS = """
     size dim ndimension numel nelement element_size __len__ get_device is_floating_point
     is_complex is_signed is_inference is_same_size retain_grad has_names
-    _is_view data_ptr untyped_storage storage _typed_storage is_shared is_pinned is_conj is_neg __hash__ is_distributed
+    _is_view untyped_storage storage _typed_storage is_shared is_pinned is_conj is_neg __hash__ is_distributed
     is_coalesced sparse_dim dense_dim _is_zerotensor new_zeros new_ones new_empty new_full new_tensor new
 """
 _FUNCTIONS = """
@@ -418,6 +430,7 @@ for _name, _first in {"as_strided": 2, "as_strided_copy": 2, "as_strided_scatter
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(
     {
+        Tensor.data_ptr: _data_ptr,
         _property["data"].__get__: _data,
         _property["data"].__set__: _set_data,
         Tensor.detach: _data,

@@ -124,6 +124,10 @@ class Views:
 
         Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
         """
+        with outside_of_transforms():
+            return self._read_whole(ids)
+
+    def _read_whole(self, ids: Tensor | None) -> Tensor:
         handle = self._handle()
         handle.check_whole()
         handle.step.recover()
