@@ -118,10 +118,11 @@ class StoredPlanes(EncodedPlanes):
         self._fill(name, lambda rows: values[rows.start - start : rows.stop - start], start, stop, keep=True)
 
     @torch.no_grad()
-    def change(self, function: Callable[[Tensor, slice], object], start: int = 0, stop: int | None = None) -> None:
-        """Have `function` change weights, or their rows from `start` to `stop`, in chunks; they are rounded to nearest.
+    def change(self, function: Callable[[Tensor, slice], object], start: int, stop: int, draws: bool) -> None:
+        """Have `function` change the weights of the rows from `start` to `stop`, in chunks.
 
-        It gets rows ``(n, dim)`` on the compute device, to be changed in place, and which they are, counted from `start`.
+        It gets rows ``(n, dim)`` on the compute device, to be changed in place, and which they are, counted from `start`. They
+        are rounded to nearest, or stochastically, as in a step, if it `draws`.
         """
         begun = -1, torch.empty(0)
 
@@ -134,7 +135,8 @@ class StoredPlanes(EncodedPlanes):
                 begun = rows.start, values
             return begun[1]
 
-        self._fill("weight", changed, start, stop, keep=True)
+        self._fill("weight", changed, start, stop, keep=True, draws=draws)
+        self._count += draws
 
     def place(self, name: str, values: Tensor, placement: Placement) -> None:
         """Set rows of a plane to those of ``(num_saved, *tail)`` values that `placement` gives them, rounded to nearest.
@@ -199,8 +201,12 @@ class StoredPlanes(EncodedPlanes):
         start: int = 0,
         stop: int | None = None,
         keep: bool = False,
+        draws: bool = False,
     ) -> None:
-        """Set rows to what `values` returns for each chunk; `keep`: but not those that have the values already."""
+        """Set rows to what `values` returns for each chunk; `keep`: but not those that have the values already.
+
+        They are rounded to nearest, or stochastically if it `draws`.
+        """
         self.table.check_writable()
         self.table.end_snapshot()
         planes, todo, began = self.parts(name), deque(self._chunks(name, start, stop)), list[bool]()
@@ -210,7 +216,9 @@ class StoredPlanes(EncodedPlanes):
                 rows = todo[0]
                 given = values(rows)
                 same = self._same(name, rows, given) if keep else None
-                parts = {suffix: part.to(planes[suffix].device) for suffix, part in self.encode(name, given).items()}
+                ids = torch.arange(rows.start, rows.stop, device=given.device) if draws else None
+                encoded = self.encode(name, given, ids)
+                parts = {suffix: part.to(planes[suffix].device) for suffix, part in encoded.items()}
                 if same is not None:
                     for suffix, part in parts.items():
                         parts[suffix] = torch.where(same, bits_of(planes[suffix][rows]), bits_of(part)).view(part.dtype)

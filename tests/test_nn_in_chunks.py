@@ -79,6 +79,28 @@ def test_a_change_of_all_rows_as_torch(monkeypatch, code, options):
     torch.testing.assert_close(trained(st, code, without_whole, **options), expected, **close)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, "split24"])
+def test_averages_move_where_rows_have_few_bits(dtype):
+    """A thousandth of the way in each update is less than what is rounded away."""
+    emb = st.Embedding(40, 6, storage_dtype=dtype)
+    average = AveragedModel(emb, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    average.update_parameters(emb)
+    before, other = average.module.weight.clone(), st.Embedding(40, 6, storage_dtype=dtype)
+    other.load_state_dict(emb.state_dict())
+    with torch.no_grad():
+        emb.weight.add_(1)
+    for _ in range(300):
+        average.update_parameters(emb)
+        emb.zero_grad()
+        emb(torch.arange(20)).sum().backward()
+        with torch.no_grad():
+            other.weight.sub_(1e-3 * emb.weight.grad)
+    assert 0.22 < (average.module.weight - before).mean() < 0.3
+    moved = (before - other.weight).detach()
+    assert 0.25 < moved[:20].mean() < 0.35
+    assert not moved[20:].any()
+
+
 def test_what_is_not_by_row_has_all_rows():
     """A square weight and its transpose, operands that need gradients, and what a leaf may not have done to it."""
     for of in (nn, st):

@@ -447,10 +447,11 @@ torch.equal(out, kept)
 torch.func.vmap(lambda row: emb(row).square().sum())(ids).sum().backward()
 torch.func.grad(lambda x: (emb(ids) * x).sum())(torch.ones(6)).sum().backward()
 opt.step()
-fixed = torch.no_grad()(lambda x: emb(ids) * x), lambda x: emb.weight.detach()[ids] * x, lambda x: model.state_dict()["emb.weight"] * x.mean()
-[torch.func.grad(lambda x: (rows(x) * x).sum())(torch.ones(6)) for rows in fixed]
+ones = torch.ones(2, 6)
+torch.func.grad(lambda x: (emb.weight.detach()[ids] * x).sum() + model.state_dict()["emb.weight"].sum())(ones[0])
+torch.func.grad(torch.no_grad()(lambda x: (emb(ids) * x).sum()))(ones[0])
 emb.requires_grad_(False)
-torch.func.jacrev(lambda x: (emb(ids) * x).sum(0))(torch.ones(6)), torch.vmap(torch.func.grad(lambda x: (emb(ids) * x).sum()))(torch.ones(2, 6))
+torch.vmap(torch.func.grad(lambda x: (emb(ids) * x).sum()))(ones), torch.func.jacrev(lambda x: (emb(ids) * x).sum(0))(ones[0])
 
 # Many gradients at once
 torch.autograd.grad(emb(index), emb.weight, torch.rand(5, 4, 6), is_grads_batched=True)[0]

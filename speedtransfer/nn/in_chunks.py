@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
+from speedtransfer.optim.row_gradient import RowGradient
 
 # Methods of tensors, whose other arguments broadcast to the weight.
 _METHODS = """
@@ -21,6 +22,10 @@ _METHODS = """
     log_ masked_fill_ mul_ multiply_ nan_to_num_ neg_ pow_ reciprocal_ relu_ round_ rsqrt_ sigmoid_ sign_ sqrt_ square_ sub_
     subtract_ tanh_ trunc_ zero_ __iadd__ __isub__ __imul__ __itruediv__
 """
+# Of which many small changes add up: averages of a weight would not move where each was rounded to nearest.
+_ARITHMETIC = frozenset(
+    ["add", "addcdiv", "addcmul", "div", "divide", "lerp", "mul", "multiply", "sub", "subtract", "truediv"]
+)
 
 
 def changes_in_chunks(weight: Any, by_torch: bool = True) -> bool:
@@ -48,11 +53,17 @@ def fits(weight: Any, copies: int = 1) -> bool:
     return True
 
 
-def change_rows(weight: Any, function: Callable[[Tensor, slice], object]) -> Any:
-    """Have `function` change rows ``(n, dim)``, of which it is told which they are, chunk by chunk; return `weight`."""
+def change_rows(weight: Any, function: Callable[[Tensor, slice], object], draws: bool = False) -> Any:
+    """Have `function` change rows ``(n, dim)``, of which it is told which they are, chunk by chunk; return `weight`.
+
+    They are rounded to nearest, or, if it `draws`, stochastically.
+    """
     handle = handle_of(weight)
+    handle.table.check_writable()
     handle.of.step.recover()
-    handle.of.owners.change(function, handle.start, handle.stop)
+    handle.of.rows.catch_up()
+    handle.table.wait()
+    handle.of.rows.change(function, handle.start, handle.stop, draws)
     return weight
 
 
@@ -69,7 +80,7 @@ def change(func: Callable[..., Any], weight: Any, args: Any, kwargs: Any) -> Any
         some, named = tree_map_only(Tensor, lambda value: _part(value, part, shape), (args, kwargs))
         func(rows, *some, **named)
 
-    return change_rows(weight, of_rows)
+    return change_rows(weight, of_rows, func.__name__.strip("_").removeprefix("i") in _ARITHMETIC)
 
 
 def _is_in_rows(value: Tensor, shape: tuple[int, int]) -> bool:
@@ -80,7 +91,7 @@ def _is_in_rows(value: Tensor, shape: tuple[int, int]) -> bool:
         other = handle_of(value)
         return other.of.is_whole and (other.num_rows, other.table.dim) == shape
     # Of a square one a transposed view may be over the memory that is written to.
-    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    plain = type(value) in (Tensor, torch.nn.Parameter, RowGradient) and value.layout == torch.strided
     lengths = (1, *shape[:1]) if shape[0] != shape[1] else (1,)
     return plain and (value.dim() < 2 or (value.dim() == 2 and value.shape[0] in lengths))
 

@@ -177,14 +177,6 @@ class Owners:
         handle.table.wait()
         handle.rows.load("weight", values.detach())
 
-    def change(self, function: Callable[..., object], start: int = 0, stop: int | None = None) -> None:
-        """Have `function` change every value, each by itself, in the rows from `start` to `stop`, as `Rows.change`."""
-        handle = self.handle
-        handle.table.check_writable()
-        handle.rows.catch_up()
-        handle.table.wait()
-        handle.rows.change(function, start, stop)
-
     def begin_copy(self) -> None:
         """Make ready for a copy of the rows."""
 

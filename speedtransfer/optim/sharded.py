@@ -247,7 +247,7 @@ class Sharded(Owners):
             self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values)
 
     @torch.no_grad()
-    def change(self, function: Callable[..., object], start: int = 0, stop: int | None = None) -> None:
+    def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
         """Have `function` change every value, each by itself, in the rows from `start` to `stop` of the whole table."""
         rows, table = self._writable_rows("changed as a whole"), self.handle.table
         for ids, _ in self._own_parts(start, stop):

@@ -148,7 +148,7 @@ class SharedOwners(Sharded):
         super().draw(*args)
         _meet(self.handle.rows, self.exchange)
 
-    def change(self, function: Callable[..., object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
+    def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
         _meet(self.handle.rows, self.exchange)
         super().change(function, start, stop)
         _meet(self.handle.rows, self.exchange)
