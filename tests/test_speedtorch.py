@@ -398,7 +398,6 @@ class Sneaky:
 BAD_FILES = """
 loadCupy("nowhere.npy") -> StorageError: check the path
 loadCupy("objects.npy") -> StorageError: is not a .npy file of numbers
-loadCupy("text.npy") -> StorageError: is not a .npy file of numbers
 loadCupy("other.npy") -> InvalidValueError: has shape \\(9, 4\\) but total_classes and embed_dimension are 10 and 4
 loadCupy("whole.npy") -> InvalidTypeError: complex64
 loadTorch("nowhere.pt") -> StorageError: check the path

@@ -105,7 +105,6 @@ load(path) -> InvalidValueError: has no tensor 'weight'; choose from 'bias', .*\
 load(path, key="user") -> InvalidValueError: has no tensor 'user'; did you mean 'users'\? \(argument key\)
 load(path, key="bias") -> InvalidValueError: holds an array of shape \(4,\) but a table is 2-D;
 load(path, key="mask") -> InvalidTypeError: tensor 'mask' of .* is BOOL but a table holds floats or integers; convert
-load(path, key="__metadata__") -> InvalidValueError: has no tensor '__metadata__';
 """
 
 

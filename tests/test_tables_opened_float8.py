@@ -180,7 +180,6 @@ BAD_BLOCKS = """
 Table.open(path, scale_key="s") -> InvalidValueError: may be blocks of 80 or of other widths; pass scale_block=80
 Table.open(path, scale_key="s", scale_block=128)
 -> InvalidValueError: scale_block is 128 but .* has 2 scales for rows of 160 values, 80 for each
-Table.open(path, "weight", scale_block=80) -> InvalidValueError: scale_block is 80 but there are no scales
 Table.load(other) -> InvalidValueError: pass scale_block=80
 uneven.save(none) -> InvalidValueError: 129 values have 2 scales, whose blocks are not all as wide
 """
