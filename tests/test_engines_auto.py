@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import raising
 from test_engines import OnCpu
 
 import speedtransfer as st
@@ -123,11 +124,9 @@ class TestCalibration:
             def gather(self, planes, index, rows, check=False, unsorted=False):
                 super().gather(planes, index.flip(0), rows)
 
-        class Broken(ReferenceEngine):
-            def scatter(self, planes, index, rows, unsorted=False, behind=False):
-                raise DeviceError("no such luck")
-
-        engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}
+        broken = ReferenceEngine()
+        broken.scatter = raising(DeviceError("no such luck"))
+        engines = {"wrong": Wrong(), "broken": broken, "reference": ReferenceEngine()}
         found = timing.calibrate(engines, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert [set(point.seconds) for point in found.points] == [{"reference"}] * 2
         assert "'wrong' is left out of the calibration: it moves rows wrongly" in caplog.text

@@ -102,22 +102,15 @@ def test_shares_that_a_cache_serves():
     assert served_share(workload(zipf=0.0), [0.25]) == [pytest.approx(0.25)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "one", "many"), [(DENSE, "dense", "dense, 26 tables"), ("lazy",) * 2 + ("lazy, 26 tables",),
-                              ("exact",) * 2 + ("exact, 26 tables",)]
-)  # fmt: skip
-def test_the_host_costs_what_was_counted(kind, one, many):
+def test_the_host_costs_what_was_counted():
     forms = json.loads(COUNTED.read_text(encoding="utf-8"))["forms"]
-    cost = HOST[kind]
-    launches = {name: sum(forms[name]["launches"].values()) for name in (one, many)}
-    assert cost.first_us == pytest.approx(forms[one]["host_us"], rel=0.1)
-    assert cost.first_us + 25 * cost.other_us == pytest.approx(forms[many]["host_us"], rel=0.1)
-    assert cost.first_launches == pytest.approx(launches[one], rel=0.1)
-    assert cost.first_launches + 25 * cost.other_launches == pytest.approx(launches[many], rel=0.1)
-
-
-def test_the_host_costs_of_lookups_and_codecs_are_those_counted():
-    forms = json.loads(COUNTED.read_text(encoding="utf-8"))["forms"]
+    for name, kind in (("dense", DENSE), ("lazy", "lazy"), ("exact", "exact")):
+        one, many, cost = forms[name], forms[f"{name}, 26 tables"], HOST[kind]
+        assert cost.first_us == pytest.approx(one["host_us"], rel=0.1)
+        assert cost.first_us + 25 * cost.other_us == pytest.approx(many["host_us"], rel=0.1)
+        assert cost.first_launches == pytest.approx(sum(one["launches"].values()), rel=0.1)
+        launches = cost.first_launches + 25 * cost.other_launches
+        assert launches == pytest.approx(sum(many["launches"].values()), rel=0.1)
     assert HOST["frozen"].first_us == pytest.approx(forms["evaluation"]["host_us"], rel=0.1)
     assert pytest.approx(forms["lazy, bfloat16"]["host_us"] - forms["lazy"]["host_us"], rel=0.1) == CODEC_US
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import NPY_DTYPES, assert_same_bits, numbers, refused
+from cases import NPY_DTYPES, assert_same_bits, numbers, raising, refused
 from forked import run_script
 from refusals import check_refused, refusals
 from table_cases import TableContract, TableOfRecords
@@ -59,10 +59,7 @@ class OnDisk(TableContract):
         assert len(list(self.folder.iterdir())) == 1
 
     def test_a_failure_leaves_nothing_behind(self, monkeypatch):
-        def fails(*args, **kwargs):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(np, "memmap", fails)
+        monkeypatch.setattr(np, "memmap", raising(OSError(28, "No space left on device")))
         with refused(StorageError, "No space left on device"):
             self.make(4, 4)
         assert list(self.folder.iterdir()) == []

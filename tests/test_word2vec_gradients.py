@@ -47,13 +47,9 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
     return [torch.randn(num_rows, dim, dtype=dtype, generator=generator) * scale for _ in range(2)]
 
 
-def places_of(block, num_rows, model, negative=5):
-    return Places.find(block, num_rows, DRAWS[model] * negative)
-
-
 def by_hand(vectors, output, block, model, negative=5, **options):
     """Return the result, and both gradients spread over whole tables."""
-    places = places_of(block, len(vectors), model, negative)
+    places = Places.find(block, len(vectors), DRAWS[model] * negative)
     centers, contexts = places.bags.rows.ids, places.outputs.ids
     result = block_gradients(vectors[centers], output[contexts], places, model=model, negative=negative, **options)
     grads = torch.zeros_like(vectors), torch.zeros_like(output)
@@ -227,7 +223,7 @@ def sigmoid_of(scores: np.ndarray, heights: np.ndarray, found: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sigmoid_is_exact_to_a_few_roundings(dtype):
+def test_sigmoid_is_exact_to_a_few_roundings_and_takes_any_score(dtype):
     scores = np.concatenate([np.linspace(-79, 79, 10_000), np.zeros(16), np.linspace(-1e-3, 1e-3, 16)]).astype(dtype)[
         None
     ]
@@ -235,15 +231,9 @@ def test_sigmoid_is_exact_to_a_few_roundings(dtype):
     sigmoid_of(scores, heights, found)
     expected = heights.astype(np.float64) * torch.sigmoid(torch.from_numpy(scores).double()).numpy()
     assert np.abs(found / expected - 1).max() < 8 * np.finfo(dtype).eps
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sigmoid_of_scores_without_bound_and_of_nan(dtype):
     scores = np.zeros((1, WIDTH), dtype)
     scores[0, :5] = np.inf, -np.inf, np.nan, 1e30, -1e30
-    found = np.empty_like(scores)
     sigmoid_of(scores, np.ones_like(scores), found)
     assert np.isnan(found[0, 2])
     assert (found[0, [0, 3, 5]] == [1, 1, 0.5]).all()
-    assert (found[0, [1, 4]] > 0).all()
-    assert (found[0, [1, 4]] < 1e-34).all()
+    assert ((found[0, [1, 4]] > 0) & (found[0, [1, 4]] < 1e-34)).all()
