@@ -139,6 +139,7 @@ Table(4, 4, max_rows=6).grow(7) -> InvalidValueError: num_rows is 7 but the tabl
 Table.from_array(np.zeros(3)) -> InvalidValueError: array has shape \(3,\) but a table is 2-D
 Table.from_array(np.zeros((3, 2), bool)) -> InvalidTypeError: array has dtype bool
 Table.from_array(torch.eye(3).to_sparse()) -> InvalidTypeError: array has layout torch.sparse_coo
+Table.from_array(torch.eye(3, device="meta")) -> InvalidTypeError: array is on the meta device
 """
 # `table` has ten rows of four, and a plane "m" of one. None of these changes it.
 REFUSED_CALLS = r"""
@@ -160,6 +161,7 @@ table.gather([1], out=np.zeros((1, 4))) -> InvalidTypeError: out is a ndarray bu
 table.gather([1], ["weight"], out=torch.zeros(1, 4)) -> InvalidValueError: out is one tensor but planes is \['weight'\];
 table.scatter([1, 2], torch.zeros(2, 3)) -> InvalidValueError: has shape \(2, 3\) but index and table ask for \(2, 4\); reshape
 table.scatter([1], torch.zeros(1, 4).double()) -> InvalidTypeError: torch.float64 but .* torch.float32
+table.scatter([1], torch.zeros(1, 4).to_sparse()) -> InvalidTypeError: has layout
 table.scatter([1], torch.zeros(1, 4, device="meta")) -> InvalidValueError: on meta but the table computes on cpu
 table.scatter([1], [[1.0, 2.0], [3.0]]) -> InvalidValueError: ragged
 table.scatter([1], {"wieght": torch.zeros(1, 4)}) -> InvalidValueError: no plane 'wieght'; did you mean 'weight'

@@ -245,20 +245,6 @@ def test_state_that_was_loaded_before_other_ids_is_refused() -> None:
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
-@pytest.mark.parametrize("rows", [torch.ones(2, DIM, device="meta"), torch.ones(2, DIM).to_sparse()])
-def test_rows_without_values_are_refused(rows: Tensor) -> None:
-    run, table = Run(), st.Table(4, DIM)
-    run.train(0)
-    before = run.by_id()
-    with pytest.raises(InvalidTypeError, match=r"rows (is on the meta device|has layout)"):
-        run.vocabulary.update(torch.tensor([1, 2]), rows)
-    assert all(torch.equal(value, before[name]) for name, value in run.by_id().items())
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=r"on meta|has layout"):
-        table.scatter(torch.tensor([1, 2]), rows)
-    with pytest.raises(InvalidTypeError, match=r"array (is on the meta device|has layout)"):
-        st.Table.from_array(rows)
-
-
 def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     """Those without a vocabulary, or of another width or padding."""
     run = Run()
