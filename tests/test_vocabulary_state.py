@@ -596,21 +596,17 @@ def test_what_does_not_fit_changes_nothing() -> None:
 @pytest.mark.parametrize("way", ["model", "vocabulary", "assign"])
 def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way: str) -> None:
     """As where a part of it was put in: ``state = model.state_dict(); state.update(part); model.load_state_dict(state)``."""
-    emb = st.Embedding(8, 3, vocabulary=st.Vocabulary(seed=1, evict="lfu", half_life=2.0))
-    opt, ids = torch.optim.AdamW(emb.parameters(), lr=0.1), torch.tensor([10, 1000, 5])
-    for _ in range(3):
-        take_step(opt, emb(ids).square().sum())
-    state = emb.state_dict()
-    before = {name: value.clone() for name, value in state.items()}
+    run, other = (Run(evict="lfu", half_life=2.0) for _ in "12")
+    for each in (run, other):
+        each.train(0, 1)
     if way == "vocabulary":
-        emb.vocabulary.load_state_dict(emb.vocabulary.state_dict())
+        run.vocabulary.load_state_dict(run.vocabulary.state_dict())
     else:
-        emb.load_state_dict(state, assign=way == "assign")
-    emb.vocabulary.update([77], torch.ones(1, 3))
-    assert emb.vocabulary.rows(torch.tensor([10, 1000, 5, 77])).tolist() == [1, 2, 3, 4]
-    assert emb.vocabulary.ids().tolist() == [10, 1000, 5, 77]
-    for name in ("weight", "vocabulary.last_use", "vocabulary.counts"):
-        assert torch.equal(emb.state_dict()[name][:4], before[name][:4])
+        run.net.load_state_dict(run.net.state_dict(), assign=way == "assign")
+    assert torch.equal(run.vocabulary.state_dict()["counts"], other.vocabulary.state_dict()["counts"])
+    for each in (run, other):
+        each.train(2)
+    assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
 def test_averages_by_state_dicts_are_refused() -> None:
