@@ -376,21 +376,3 @@ def test_another_process_cannot_write_to_the_file_of_a_table(tmp_path: Path) -> 
     assert found.stdout == "5\n"
     del table
     assert run_script(IN_ANOTHER_PROCESS, str(path)).returncode == 0
-
-
-@pytest.mark.parametrize("how", ["state dicts", "copy"])
-def test_state_that_was_loaded_before_the_table_grew(how: str) -> None:
-    def grown(loads: bool) -> list[torch.Tensor]:
-        emb = st.Embedding.from_pretrained(st.Table(4, 3, torch.float64, max_rows=50, memory="pageable"), freeze=False)
-        optimizer = torch.optim.Adam(emb.parameters(), lr=0.1)
-        take_step(optimizer, emb(torch.tensor([1, 2])).sum())
-        if loads and how == "copy":
-            emb, optimizer = copy.deepcopy((emb, optimizer))
-        elif loads:
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        emb.table.grow(9)
-        take_step(optimizer, emb(torch.tensor([8, 1])).sum())
-        return [emb.weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()]
-
-    for ours, expected in zip(grown(True), grown(False), strict=True):
-        assert torch.equal(ours, expected)

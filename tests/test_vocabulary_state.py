@@ -159,12 +159,14 @@ def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adagrad-initial", "adamw"])
 def test_ids_that_came_before_the_first_step(optimizer: str, way: str, tmp_path: Path) -> None:
-    """Adagrad has made its state by then, of the rows that there were."""
-    run, loaded = Run(optimizer), Run(optimizer)
+    """Adagrad has made its state by then, of the rows that there were; tables grow after it was loaded, too."""
+    run, loaded = (Run(optimizer, max_capacity=40) for _ in "12")
     run.net.emb(IDS[:12])
     carry_over(way, (run.net, run.optimizer), (loaded.net, loaded.optimizer), tmp_path)
+    before = len(loaded.net.emb.table)
     for each in (run, loaded):
-        each.train(1, 2)
+        each.train(*range(9))
+    assert len(loaded.net.emb.table) > before
     assert torch.equal(run.net.emb(IDS[:12]), loaded.net.emb(IDS[:12]))
 
 
