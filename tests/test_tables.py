@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from cases import NPY_DTYPES, assert_same_bits, numbers, raising, refused
-from forked import run_script
 from refusals import check_refused, refusals
 from table_cases import TableContract, TableOfRecords
 
@@ -96,23 +94,6 @@ class TestMmapSafetensors(OnDisk):
 @pytest.mark.sweep
 class TestMmapRecords(OnDisk):
     kind, added_plane = TableOfRecords, "'m, beside m'"
-
-
-def test_a_killed_process_leaves_its_rows_and_nothing_else(tmp_path):
-    code = """
-import os, signal, sys, torch, speedtransfer as st
-for path in sys.argv[1:]:
-    table = st.Table(100, 3, memory="mmap", path=path, device="cpu").fill_(4)
-    table.add_plane("exp_avg", fill=1)
-    table.flush()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    paths = [tmp_path / "a.npy", tmp_path / "a.safetensors"]
-    result = run_script(code, *map(str, paths))
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    for path in paths:
-        assert st.Table.load(path, "mmap", "cpu").torch().eq(4).all()
-    assert sorted(tmp_path.iterdir()) == paths
 
 
 # `new` makes a table of a file in an empty folder.

@@ -80,12 +80,9 @@ def window_of(block, position):
     return [near for near in range(first, last + 1) if near != position]
 
 
-def loss_of(vector, output, positives, drawn, negative, counts=None):
-    """Of one vector that predicts the words `positives`; the words drawn are weighted to `negative` a prediction.
-
-    `counts` is what each prediction counts, by default 1.
-    """
-    counts = torch.tensor([1] * len(positives) if counts is None else counts, dtype=torch.float64)
+def loss_of(vector, output, positives, drawn, negative, counts):
+    """Of one vector that predicts words, with what each counts; the words drawn are weighted to `negative` a prediction."""
+    counts = torch.tensor(counts, dtype=torch.float64)
     loss = -(F.logsigmoid(output[positives] @ vector) * counts).sum()
     return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * counts.sum() / len(drawn)
 
@@ -97,32 +94,30 @@ def train(table, output, block, model, negative, rate, rows_of=None):
     """
     table, output, words = table.clone(), output.clone(), block.words.tolist()
     rows_of = rows_of or [[word] for word in range(len(output))]
-    total, predictions = 0.0, 0
-    span = span_of(block, rows_of)
+    total, predictions, span = 0.0, 0, span_of(block, rows_of)
     for first in range(0, len(words), span):
         found = output.clone().requires_grad_()
-        vectors, moves = torch.stack([table[rows].mean(0) for rows in rows_of]), torch.zeros_like(table)
+        vectors = torch.stack([table[rows].mean(0) for rows in rows_of]).requires_grad_()
         for i in range(first, min(first + span, len(words))):
-            around = window_of(block, i)
-            if not around:
+            places = window_of(block, i)
+            if not places:
                 continue
-            cbow = model == "cbow"
-            vector = vectors[[words[j] for j in around]].mean(0) if cbow else vectors[words[i]].clone()
-            vector.requires_grad_()
-            positives = [words[i]] if cbow else [words[j] for j in around]
-            counts = [
-                (block.window + 1 - abs(i - j)) / block.window if block.window and not cbow else 1 for j in around
-            ][: len(positives)]
-            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative, rows_of), negative, counts)
+            around, counts = [words[j] for j in places], [1] * len(places)
+            if model == "cbow":
+                # The whole gradient to each part of a mean, as in word2vec.c and fastText.
+                whole = vectors[around].sum(0)
+                vector, around, counts = whole - (whole - vectors[around].mean(0)).detach(), [words[i]], [1]
+            else:
+                vector = vectors[words[i]]
+                if block.window:
+                    counts = [(block.window + 1 - abs(i - j)) / block.window for j in places]
+            loss = loss_of(vector, found, around, draws_of(i, block, model, negative, rows_of), negative, counts)
             loss.backward()
             total, predictions = total + float(loss.detach()), predictions + sum(counts)
-            for j in (
-                around if cbow else [i]
-            ):  # the whole gradient to each part of a mean, as in word2vec.c and fastText
-                for row in rows_of[words[j]]:
-                    moves[row] -= rate * vector.grad
-        table += moves
         if found.grad is not None:
+            for word, rows in enumerate(rows_of):
+                for row in rows:
+                    table[row] -= rate * vectors.grad[word]
             output -= rate * found.grad
     return table, output, total, predictions
 
