@@ -25,6 +25,20 @@ def trained(name: str = "adamw") -> Twins:
     return twins
 
 
+def test_views_of_memory_that_the_weight_has_left() -> None:
+    """As those of torch; what is done with views of its own memory, tests/test_cells.py and tests/test_weight.py see."""
+    twins = trained()
+    kept = [module.weight.data[3:9] for module in twins.modules]
+    twins.train(twins.batches(6, seed=1))
+    for module in twins.modules:
+        module.weight.data = torch.ones_like(module.weight)
+    for seed in (2, 3):
+        assert torch.allclose(*kept, rtol=1e-9)
+        assert torch.allclose(*(module.weight.data[3:9] for module in twins.modules), rtol=1e-9)
+        twins.train(twins.batches(6, seed=seed))
+    twins.assert_same(1e-9)
+
+
 @pytest.mark.parametrize("how", ["data", "from_pretrained"])
 @pytest.mark.parametrize("name", ["adamax", "sgd-momentum", "adam-weight-decay"])
 def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
