@@ -7,6 +7,7 @@ import torch
 from cases import elsewhere, raising
 from cpu_kernels import launch_by_cpu
 from engine_cases import Twice, cached
+from in_child import forks, in_child
 from test_engines import OnCpu
 
 from speedtransfer.engines import HostEngine, LfuPolicy, ReferenceEngine, cache_kernels, cache_slots, faults_left
@@ -219,6 +220,26 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
     engine.wait()
     assert plane[25].eq(3).all()
+
+
+@forks
+def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
+    shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
+    engine = cached(10, at_exit=True)
+    write(engine, [shared], [25], 1)
+
+    def use():
+        assert read(engine, [shared], [25])[0].eq(1).all()
+        assert engine.capacity == 0
+        write(engine, [shared], [26], 5)
+        engine.wait()
+
+    in_child(use)
+    write(engine, [shared], [25], 2)
+    assert shared[25:27].tolist() == [[1, 1], [5, 5]]
+    assert engine.capacity == 10
+    engine.wait()
+    assert shared[25:27].tolist() == [[2, 2], [5, 5]]
 
 
 # --- its size -----------------------------------------------------------------------------------------------------------
