@@ -27,9 +27,6 @@ TABLE_DTYPES = FLOAT_DTYPES + FLOAT8_DTYPES + INTEGER_DTYPES
 NO_NUMPY_DTYPES = [torch.bfloat16, *FLOAT8_DTYPES]
 NPY_DTYPES = [dtype for dtype in TABLE_DTYPES if dtype not in NO_NUMPY_DTYPES]
 
-# Every memory that works without a GPU, with the suffix of its file.
-HOST_MEMORIES = [("pageable", None), ("mmap", ".npy"), ("mmap", ".safetensors"), ("device", None)]
-
 
 def dtype_name(dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -151,11 +151,6 @@ def small(monkeypatch):
     monkeypatch.setattr(cache, "_QUICK_LOOKUPS", 1000)
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    monkeypatch.setattr(memory, "in_process", lambda function, *arguments: function(*arguments))
-
-
 def drops_pages():
     """Skip a test where pages of files cannot be dropped."""
     try:
@@ -165,9 +160,10 @@ def drops_pages():
 
 
 @pytest.mark.parametrize("suite", RUNS)
-def test_each_runs_small(suite, in_this_process, monkeypatch):
+def test_each_runs_small(suite, monkeypatch):
     """Contenders run and pass their checks; groups take options of others."""
     rows, counts = RUNS[suite]
+    monkeypatch.setattr(memory, "in_process", lambda function, *arguments: function(*arguments))
     monkeypatch.setattr(precision, "FORMS", precision.FORMS[::3])
     if suite == "prefetch":
         drops_pages()

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from cases import raising
 from test_engines import OnCpu
 
 import speedtransfer as st
@@ -53,21 +54,15 @@ class TestChoice:
     def test_an_engine_waits_for_what_others_may_still_do(self):
         calls = []
 
-        class Noting(ReferenceEngine):
-            def __init__(self, name):
-                super().__init__()
-                self.name = name
+        def noting(name):
+            made = ReferenceEngine()
+            made.name = name
+            made.gather = lambda *given, **options: calls.append(f"{name} gathers")
+            made.scatter = lambda *given, **options: calls.append(f"{name} scatters")
+            made.wait = lambda writes_only=False: calls.append(f"wait for {'writes of ' if writes_only else ''}{name}")
+            return made
 
-            def gather(self, planes, index, rows, check=False, unsorted=False):
-                calls.append(f"{self.name} gathers")
-
-            def scatter(self, planes, index, rows, unsorted=False, behind=False):
-                calls.append(f"{self.name} scatters")
-
-            def wait(self, writes_only=False):
-                calls.append(f"wait for {'writes of ' if writes_only else ''}{self.name}")
-
-        engine = AutoEngine({"mapped": Noting("mapped"), "staged": Noting("staged")}, CPU)
+        engine = AutoEngine({name: noting(name) for name in ("mapped", "staged")}, CPU)
         plane, index, rows = torch.zeros(4, 4), torch.tensor([1]), [torch.zeros(1, 4)]
 
         def steps(gather, scatter, count=2):
@@ -119,20 +114,15 @@ class TestCalibration:
         assert found.copy_bytes_per_s > 0
 
     def test_an_engine_that_moves_wrong_rows_is_left_out(self, caplog):
-        class Wrong(ReferenceEngine):
-            def gather(self, planes, index, rows, check=False, unsorted=False):
-                super().gather(planes, index.flip(0), rows)
-
-        class Broken(ReferenceEngine):
-            def scatter(self, planes, index, rows, unsorted=False, behind=False):
-                raise DeviceError("no such luck")
-
-        engines = {"wrong": Wrong(), "broken": Broken(), "reference": ReferenceEngine()}
+        wrong, broken, right = (ReferenceEngine() for _ in range(3))
+        wrong.gather = lambda planes, index, rows, *given, **options: right.gather(planes, index.flip(0), rows)
+        broken.scatter = raising(DeviceError("no such luck"))
+        engines = {"wrong": wrong, "broken": broken, "reference": right}
         found = timing.calibrate(engines, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert [set(point.seconds) for point in found.points] == [{"reference"}] * 2
         assert "'wrong' is left out of the calibration: it moves rows wrongly" in caplog.text
         assert "no such luck" in caplog.text
-        none = timing.calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
+        none = timing.calibrate({"wrong": wrong}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert none.points == []
 
     def test_other_versions_do_not_count(self, monkeypatch):

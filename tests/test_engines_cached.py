@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import elsewhere
+from cases import elsewhere, raising
 from cpu_kernels import launch_by_cpu
 from engine_cases import Twice, cached
 from in_child import forks, in_child
@@ -285,7 +285,7 @@ def test_no_memory_for_slots(monkeypatch, policy):
     assert planes[0][[18, 28]].eq(2).all()
     rows = read(engine, planes, [20, 28, 29])
     assert [r[:, 0].tolist() for r in rows] == [[1, 2, 1], [1, 0, 1]]
-    monkeypatch.setattr(cache_slots, "new_values", lambda *args: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    monkeypatch.setattr(cache_slots, "new_values", raising(torch.OutOfMemoryError("full")))
     more = torch.zeros(30, 1)
     write(engine, [more], list(range(30)), 1)
     assert engine.capacity == 0

@@ -160,11 +160,6 @@ def rows_of(number: int) -> Tensor:
     return (torch.arange(6) * 3 + 2 * number) % ROWS
 
 
-def later_new(number: int) -> Tensor:
-    """Return ids the last of which come in the step that is interrupted."""
-    return torch.arange(6) * FACTOR + min((number + 1) // 2, 2)
-
-
 def features_of(number: int) -> Tensor:
     return torch.stack([rows_of(number) % 10, rows_of(number + 1) % 30], dim=1)
 
@@ -198,15 +193,11 @@ def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
     return functools.partial(kind, lr=0.05, **options)
 
 
-def weight_sums(world: World) -> list[Tensor]:
-    return [table.weight.sum() for table in world.tables]
-
-
 USES: tuple[Callable[[World], object], ...] = (
     lambda world: None,
     lambda world: world.opt.state_dict(),
     lambda world: world.tables.state_dict(),
-    weight_sums,
+    lambda world: [table.weight.sum() for table in world.tables],
 )
 
 
@@ -236,7 +227,8 @@ class Kind(NamedTuple):
 
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
 IDS: dict[str, Any] = {"ids": lambda number: rows_of(number) * FACTOR, "others": (looked_up,)}
-NEW: dict[str, Any] = {"ids": later_new, "others": (looked_up,)}
+# The last of these ids come in the step that is interrupted.
+NEW = {**IDS, "ids": lambda number: torch.arange(6) * FACTOR + min((number + 1) // 2, 2)}
 KINDS = {
     "exact": Kind(),
     "coupled": Kind(optimizer=optimizer(ADAM, weight_decay=0.1)),

@@ -205,7 +205,6 @@ embedded(layers=2, out_dim=8) -> InvalidValueError: each layer projects its own 
 embedded(embedding=st.Embedding(890, 4, padding_idx=7))
 -> InvalidValueError: padding_idx of embedding is 7 but the row of padding is None
 embedded(embedding=st.EmbeddingBag(890, 4)) -> InvalidTypeError: embedding is a EmbeddingBag
-embedded(embedding=st.PerLayerEmbedding(890, 2, 2)) -> InvalidTypeError: embedding is a PerLayerEmbedding
 ngrams(torch.tensor([[1, 2, 3], [4, 5, 50]])) -> RowIndexError: tokens\\[1, 2\\] is 50 but vocab_size is 50
 ngrams(torch.tensor([[1]]), torch.tensor([[77]])) -> RowIndexError: context\\[0, 0\\] is 77
 ngrams(torch.tensor([1.0])) -> InvalidTypeError: pass tokens.long\\(\\)
@@ -368,7 +367,6 @@ plain(tokens + 40) -> RowIndexError: vocab_size is 50
 plain(gated.prefetch(tokens)) -> InvalidValueError: was made for
 make(table(890), memory="pageable") -> InvalidValueError: so are \\['memory'\\]
 make(table(891)) -> InvalidValueError: but the hash has
-make(table(891), pad=49) -> InvalidValueError: padding_idx of embedding is None
 other.load_state_dict(plain.state_dict()) -> InvalidValueError: another hash
 """
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from cases import take_step
+from engine_cases import interesting_floats
 from refusals import Refusal, check_refused, refusals
 from safetensors.torch import load_file, save_file
-from test_encoding import near_ends_of_24_bits, of_24_bits
+from test_encoding import of_24_bits
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -227,7 +228,7 @@ def test_read_as_bfloat16_two_of_three_bytes_are_read(tmp_path: Path) -> None:
 
 def test_conversion_is_that_of_torch() -> None:
     """Of a table that can be written: ties go to even, as in torch, and the table becomes one of bfloat16."""
-    values = near_ends_of_24_bits()
+    values = interesting_floats()
     values = of_24_bits(values[values.isfinite().all(1) & (values.abs() < 3e38).all(1)])
     emb = st.Embedding.from_pretrained(values, **SPLIT)
     assert torch.equal(rows_of(emb), values)

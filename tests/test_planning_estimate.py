@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from test_planning import gpu
 from third_party import RowOptimizer
 
 import speedtransfer as st
-from speedtransfer.benchmark.memory import in_process
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.nn.sizing import StepBytes, table_size
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
@@ -102,22 +98,15 @@ def test_shares_that_a_cache_serves():
     assert served_share(workload(zipf=0.0), [0.25]) == [pytest.approx(0.25)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "one", "many"), [(DENSE, "dense", "dense, 26 tables"), ("lazy",) * 2 + ("lazy, 26 tables",),
-                              ("exact",) * 2 + ("exact, 26 tables",)]
-)  # fmt: skip
-def test_the_host_costs_what_was_counted(kind, one, many):
+def test_the_host_costs_what_was_counted():
     forms = json.loads(COUNTED.read_text(encoding="utf-8"))["forms"]
-    cost = HOST[kind]
-    launches = {name: sum(forms[name]["launches"].values()) for name in (one, many)}
-    assert cost.first_us == pytest.approx(forms[one]["host_us"], rel=0.1)
-    assert cost.first_us + 25 * cost.other_us == pytest.approx(forms[many]["host_us"], rel=0.1)
-    assert cost.first_launches == pytest.approx(launches[one], rel=0.1)
-    assert cost.first_launches + 25 * cost.other_launches == pytest.approx(launches[many], rel=0.1)
-
-
-def test_the_host_costs_of_lookups_and_codecs_are_those_counted():
-    forms = json.loads(COUNTED.read_text(encoding="utf-8"))["forms"]
+    for name, kind in (("dense", DENSE), ("lazy", "lazy"), ("exact", "exact")):
+        one, many, cost = forms[name], forms[f"{name}, 26 tables"], HOST[kind]
+        assert cost.first_us == pytest.approx(one["host_us"], rel=0.1)
+        assert cost.first_us + 25 * cost.other_us == pytest.approx(many["host_us"], rel=0.1)
+        assert cost.first_launches == pytest.approx(sum(one["launches"].values()), rel=0.1)
+        launches = cost.first_launches + 25 * cost.other_launches
+        assert launches == pytest.approx(sum(many["launches"].values()), rel=0.1)
     assert HOST["frozen"].first_us == pytest.approx(forms["evaluation"]["host_us"], rel=0.1)
     assert pytest.approx(forms["lazy, bfloat16"]["host_us"] - forms["lazy"]["host_us"], rel=0.1) == CODEC_US
 
@@ -182,37 +171,9 @@ def test_distinct_rows_that_are_given():
     assert (len(ids), len(np.unique(ids))) == (300, 40)
 
 
-# --- bytes of a process -------------------------------------------------------------------------------------------------
+# --- bytes of a table -------------------------------------------------------------------------------------------------
 
 MACHINE = Machine("any", host_bytes=1e12, disk_bytes=1e12)
-
-
-def private():
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the compiler had and has freed is nobody's, and may go at any time
-    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
-    # Not the private pages of files: those of torch are shared as soon as another process imports it.
-    return 1024 * int(fields["Anonymous"].split()[0])
-
-
-def made(rows, name, given):
-    zeros = torch.zeros(1, 1).expand(rows, DIM)
-    table = st.Embedding(rows, DIM, _weight=zeros, device="cpu", memory="pageable", **given)
-    optimizer = optimizer_given(name).make(list(table.parameters()))
-    for ids in torch.arange(rows).split(2048):
-        take_step(optimizer, table(ids).sum())
-    return table, optimizer
-
-
-def taken_by(name, given):
-    kept = [made(16384, name, given)]  # compiles, and fills pools of buffers, which are the same for tables of any size
-    before = private()
-    kept.append(made(MANY_ROWS, name, given))
-    return private() - before
-
-
-def taken(forms):
-    return {"bytes": [taken_by(*form) for form in forms]}
 
 
 FORMS = [
@@ -231,11 +192,13 @@ def need(name, given, memory):
     return found.need
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps_rollup")
-def test_memory_of_a_process():
-    planned = [need(name, {"storage_dtype": torch.float32, **given}, "pageable").host for name, given in FORMS]
-    assert in_process(taken, FORMS)["bytes"] == pytest.approx(planned, rel=0.02)
+@pytest.mark.parametrize(("name", "given"), FORMS, ids=str)
+def test_memory_of_a_table(name, given):
+    """What a process takes beside the planes, test_benchmark.py measures."""
+    table = st.Embedding(MANY_ROWS, DIM, device="cpu", memory="pageable", **given)
+    take_step(optimizer_given(name).make(list(table.parameters())), table(torch.arange(9)).sum())
+    planned = need(name, {"storage_dtype": torch.float32, **given}, "pageable").host
+    assert planned == pytest.approx(table.table.nbytes, rel=0.02)
 
 
 def test_file_of_a_table(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import raising
 
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
@@ -184,17 +185,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5_000_000_000)
 
 
-def failing(error):
-    def fail(*args):
-        raise error
-
-    return fail
-
-
 @pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
 def test_what_is_free_now(tmp_path, monkeypatch):
     for name in ("host_bytes_per_s", "device_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s"):
-        monkeypatch.setattr(module, name, failing(RuntimeError("nobody has asked")))
+        monkeypatch.setattr(module, name, raising(RuntimeError("nobody has asked")))
     machine = this_machine(tmp_path)
     assert 0 < machine.host_bytes <= module.physical_bytes()
     assert machine.disk_bytes > 0
@@ -215,7 +209,7 @@ def test_a_gpu(gpu, monkeypatch):
     assert (machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == (5.5e10, None)
     assert machine.sources["link_up_bytes_per_s"] == "measured by `speedtransfer calibrate`"
     monkeypatch.setattr(module, "load", lambda device: None)
-    monkeypatch.setattr(module, "device_bytes_per_s", failing(DeviceError("the device is lost.\nMore lines")))
+    monkeypatch.setattr(module, "device_bytes_per_s", raising(DeviceError("the device is lost.\nMore lines")))
     monkeypatch.setattr(module, "link_bytes_per_s", lambda device: (5e10, 6e10))
     machine = this_machine(rates=["device", "link"])
     assert machine.device_bytes_per_s is None

@@ -24,7 +24,6 @@ from torch import nn
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.optim import find_handle
-from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables.memories import PageableMemory
 
@@ -152,18 +151,6 @@ def trained(cache, **options):
 
 def dirty(table):
     return any(bool((part.dirty & part.valid).any()) for part in table._cache.slots._parts.values())
-
-
-def test_nothing_shows_what_is_out_of_date():
-    emb, optimizer = trained({"cache_rows": 10})
-    assert dirty(emb.table)
-    state = optimizer.state[emb.weight]
-    assert all(isinstance(state[name], EncodedPlane) for name in ("exp_avg", "exp_avg_sq"))
-    expected, plain = trained({})
-    for name in ("exp_avg", "exp_avg_sq"):
-        for shown in (copy.deepcopy(state[name]), pickle.loads(pickle.dumps(state[name]))):
-            assert_same_bits(shown, plain.state[expected.weight][name])
-    assert not find_handle(emb.weight).aliased
 
 
 @pytest.mark.parametrize("look", [st.Table.numpy, np.asarray, torch.from_dlpack], ids=["numpy", "array", "dlpack"])

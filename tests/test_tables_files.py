@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import StorageError
 from speedtransfer.tables import shared_caches
 
 MEMORIES = ["pageable", "mmap"]
@@ -103,13 +103,15 @@ def test_a_table_inside_a_file_leaves_the_others(several):
 BAD_KEYS = r"""
 load(path) -> InvalidValueError: has no tensor 'weight'; choose from 'bias', .*\(argument key\)
 load(path, key="user") -> InvalidValueError: has no tensor 'user'; did you mean 'users'\? \(argument key\)
+load(path, key="users", writable="Shared") -> InvalidValueError: writable is 'Shared' but must be False, True or 'shared'; pass
+load(path, key="users", writable=None) -> InvalidTypeError: writable is None but must be False, True or 'shared'; pass one
+load(path, "device", key="users", writable=True) -> InvalidValueError: but memory=.* has a copy of the rows
 load(path, key="bias") -> InvalidValueError: holds an array of shape \(4,\) but a table is 2-D;
 load(path, key="mask") -> InvalidTypeError: tensor 'mask' of .* is BOOL but a table holds floats or integers; convert
-load(path, key="__metadata__") -> InvalidValueError: has no tensor '__metadata__';
 """
 
 
-def test_key_that_names_no_table(several):
+def test_wrong_keys_and_writable_of_another_kind(several):
     for refusal in refusals(BAD_KEYS):
         check_refused(refusal, load=load, path=several[0])
 
@@ -245,12 +247,3 @@ def test_other_files_are_opened(tmp_path, no_caches):
         table.add_plane("m")
         assert st.Table.load(path, "pageable", "cpu").torch().eq(2).all()
         assert not st.Table.load(path, "mmap", "cpu").writable
-
-
-def test_writable_of_another_kind(tmp_path):
-    path = saved(tmp_path / "a.safetensors")
-    for writable, error in (("Shared", InvalidValueError), (None, InvalidTypeError)):
-        with refused(error, f"writable is {writable!r} but must be False, True or 'shared'; pass one of them"):
-            st.Table.load(path, "pageable", "cpu", writable=writable)
-    with refused(InvalidValueError, r"but memory=.* has a copy of the rows"):
-        st.Table.load(path, "device", "cpu", writable=True)

@@ -18,49 +18,24 @@ from torch import Tensor, nn
 import speedtransfer as st
 from speedtransfer.optim import stepping
 
-KEPT: dict[str, Callable[[Any, Any], Any]] = {
-    "data": lambda emb, opt: emb.weight.data,
-    "state dict": lambda emb, opt: emb.state_dict()["weight"],
-    "rows": lambda emb, opt: emb.weight.data[3:9],
-    "a row": lambda emb, opt: emb.weight.detach()[3],
-    "transposed": lambda emb, opt: emb.weight.detach().t(),
-    "of its own": lambda emb, opt: emb.weight.data.view(-1).detach().data,
-    "numpy": lambda emb, opt: emb.weight.detach().numpy(),
-    "no gradients": torch.no_grad()(lambda emb, opt: emb.weight[7:9]),
-    "state": lambda emb, opt: opt.state[emb.weight]["exp_avg"][3:9],
-}
-USES: dict[str, Callable[[Any, Any], Any]] = {
-    "read": lambda kept, emb: torch.as_tensor(kept).norm(),
-    "write": lambda kept, emb: torch.as_tensor(kept).mul_(0.5).sum(),
-    "write a part": lambda kept, emb: torch.as_tensor(kept)[0].fill_(2.0).sum(),
-    "assign": lambda kept, emb: (
-        setattr(emb.weight, "data", torch.ones_like(emb.weight)) or torch.as_tensor(kept).norm()
-    ),
-}
-PLACES: dict[str, dict[str, Any]] = {"host": {}, "cache": {"cache_rows": 8}, "rows": {"layout": "rows"}}
 
-
-def trained(name: str = "adamw", **options: Any) -> Twins:
-    twins = exact(case_named(name), torch.float64, **options)
+def trained(name: str = "adamw") -> Twins:
+    twins = exact(case_named(name), torch.float64)
     twins.train(twins.batches(4))
     return twins
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("place", PLACES)
-def test_as_in_torch(place: str, kept: str, use: str) -> None:
-    if place == "cache" and (kept in ("numpy", "state") or (kept == "state dict" and use == "assign")):
-        pytest.skip("a copy, and memory that others have: docs/limits.md")
-    twins = trained(**PLACES[place])
-    views = [KEPT[kept](*side) for side in zip(twins.modules, twins.optimizers, strict=True)]
+def test_views_of_memory_that_the_weight_has_left() -> None:
+    """As those of torch; what is done with views of its own memory, tests/test_cells.py and tests/test_weight.py see."""
+    twins = trained()
+    kept = [module.weight.data[3:9] for module in twins.modules]
     twins.train(twins.batches(6, seed=1))
-    use_it = torch.no_grad()(USES[use])
-    used = use_it(views[0], twins.ours)
-    assert torch.allclose(used, use_it(views[1], twins.dense), rtol=1e-9)
-    twins.train(twins.batches(6, seed=2))
-    shown = [torch.no_grad()(torch.norm)(torch.as_tensor(view)) for view in views]
-    assert torch.allclose(*shown, rtol=1e-9)
+    for module in twins.modules:
+        module.weight.data = torch.ones_like(module.weight)
+    for seed in (2, 3):
+        assert torch.allclose(*kept, rtol=1e-9)
+        assert torch.allclose(*(module.weight.data[3:9] for module in twins.modules), rtol=1e-9)
+        twins.train(twins.batches(6, seed=seed))
     twins.assert_same(1e-9)
 
 

@@ -58,7 +58,7 @@ class ReadOnly(GatherCases, ConvertCases):
         return st.Table.load(path, "mmap", device=self.device, **kwargs)
 
     # These write.
-    test_every_integer_dtype_is_an_index = test_no_rows = None
+    test_no_rows = None
     test_index_out_of_range = test_what_is_no_index_names_the_remedy = None
     test_out_inside_the_table = None
 

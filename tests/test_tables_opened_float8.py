@@ -67,7 +67,10 @@ def test_rows_are_decoded(tmp_path, dtype, scale_dtype, blocks, pads):
     assert_same_bits(emb.weight.detach(), expected)
     assert_same_bits(emb.state_dict()["weight"], expected)
     for out in (torch.bfloat16, torch.float16):
-        assert_same_bits(st.Embedding.from_pretrained(table, dtype=out)(IDS), expected[IDS].to(out))
+        other = st.Embedding.from_pretrained(table, dtype=out)
+        assert other.weight.dtype == out
+        assert_same_bits(other(IDS), expected[IDS].to(out))
+        assert_same_bits(other.float()(IDS), expected[IDS])
     ours = st.EmbeddingBag.from_pretrained(table, dtype=torch.bfloat16, mode="sum")(IDS)
     assert_same_bits(ours, torch.nn.EmbeddingBag.from_pretrained(expected.bfloat16(), mode="sum")(IDS))
     table.save(tmp_path / "copy.safetensors")
@@ -117,23 +120,6 @@ def test_scales_beside_the_rows_are_loaded(tmp_path, shape, memory):
     assert_same_bits(st.Embedding.from_pretrained(again)(IDS), expected[IDS])
 
 
-@pytest.fixture
-def opened(tmp_path):
-    codes, scales = codes_of(torch.float8_e4m3fn), scales_of(FLOAT8_SCALE or torch.bfloat16, 3)
-    save_file({"w.0": codes[:70], "s.0": scales[:70]}, tmp_path / "a.safetensors")
-    save_file({"w.1": codes[70:], "s.1": scales[70:]}, tmp_path / "b.safetensors")
-    return st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device="cpu"), decoded(codes, scales)
-
-
-def test_modules_of_other_floats(opened):
-    table, expected = opened
-    emb = st.Embedding.from_pretrained(table, dtype=torch.bfloat16)
-    assert emb.weight.dtype == torch.bfloat16
-    assert_same_bits(emb.to(torch.float16)(IDS), expected[IDS].half())
-    assert_same_bits(emb.float()(IDS), expected[IDS])
-    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), expected[IDS])
-
-
 # `open` has a table of six columns "w" with these scales; `pairs` is one of the parts of a table, `more` a file beside it.
 BAD_SCALES = r"""
 saved(ones(3)) -> InvalidValueError: there are scales for 3 rows but 4 rows of weights
@@ -152,8 +138,9 @@ open(path, "w", scale_dtype=torch.float8_e8m0fnu) -> InvalidValueError: but ther
 """
 
 
-def test_scales_that_do_not_fit(opened, tmp_path):
-    more = tmp_path / "c.safetensors"
+def test_scales_that_do_not_fit(tmp_path):
+    more, codes = tmp_path / "c.safetensors", codes_of(torch.float8_e4m3fn)
+    save_file({"w.0": codes, "s.0": scales_of(torch.bfloat16, 3)}, tmp_path / "a.safetensors")
 
     def saved(scales):
         save_file({"w": torch.zeros(4, 6).to(torch.float8_e4m3fn), "s": scales}, tmp_path / "d.safetensors")
@@ -180,7 +167,6 @@ BAD_BLOCKS = """
 Table.open(path, scale_key="s") -> InvalidValueError: may be blocks of 80 or of other widths; pass scale_block=80
 Table.open(path, scale_key="s", scale_block=128)
 -> InvalidValueError: scale_block is 128 but .* has 2 scales for rows of 160 values, 80 for each
-Table.open(path, "weight", scale_block=80) -> InvalidValueError: scale_block is 80 but there are no scales
 Table.load(other) -> InvalidValueError: pass scale_block=80
 uneven.save(none) -> InvalidValueError: 129 values have 2 scales, whose blocks are not all as wide
 """

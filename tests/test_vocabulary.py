@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import take_step
+from cases import COPIES, raising, take_step
 from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -69,7 +67,6 @@ Vocabulary(on_evict=3) -> InvalidTypeError: on_evict is 3 .* pass a function
 Vocabulary(deferred=1) -> InvalidTypeError: deferred is 1 but must be True or False
 Vocabulary().update([1], torch.zeros(1, 2)) -> InvalidValueError: has no rows yet
 Embedding(4, 3, vocabulary="x") -> InvalidTypeError: must be a speedtransfer\.Vocabulary
-Embedding(4, 3, vocabulary=Vocabulary) -> InvalidTypeError: must be a speedtransfer\.Vocabulary
 Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3), device="meta") -> InvalidValueError: capacity .* is 4;
 Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=1.5) -> InvalidTypeError: integers of 64 bits
 Embedding(4, 3, vocabulary=Vocabulary(), padding_idx=2**65) -> InvalidValueError: ids have 64 bits
@@ -78,14 +75,13 @@ Embedding(4, 3, vocabulary=Vocabulary(max_capacity=3)) -> InvalidValueError: cap
 Embedding(4, 3, vocabulary=Vocabulary(), cache_rows=2, cache_counts=torch.ones(4)) -> InvalidValueError: leave cache_counts
 Embedding(4, 3, vocabulary=module.vocabulary) -> InvalidValueError: belongs to another module
 module([True]) -> InvalidTypeError: ids
-module([1.0]) -> InvalidTypeError: ids
 module(torch.tensor([1.0])) -> InvalidTypeError: ids
 module(torch.tensor([True])) -> InvalidTypeError: ids
-module(torch.zeros(0)) -> InvalidTypeError: ids
 module(["a"]) -> InvalidTypeError: ids
-module(None) -> InvalidTypeError: ids
 module([2**64]) -> InvalidValueError: ids
 module([[1], [2, 3]]) -> InvalidValueError: ids
+module.vocabulary.update([1], torch.ones(1, 3, device="meta")) -> InvalidTypeError: rows is on the meta device
+module.vocabulary.update([1], torch.ones(1, 3).to_sparse()) -> InvalidTypeError: rows has layout
 module.activate(unique_rows(ids(1, 2), 4, ids(1, 2))) -> InvalidTypeError: UniqueRows, which are numbers of rows
 module(other.prefetch(ids(1))) -> InvalidValueError: this ticket was made for
 setattr(module, "weight", other.weight) -> InvalidTypeError: weight of another table, whose ids are the numbers of its rows
@@ -329,10 +325,7 @@ def test_a_lookup_in_training_waits_for_none() -> None:
 # --- functions of the user, and what fails ----------------------------------------------------------------------------
 
 
-def refuse(*args: Any) -> Any:
-    raise RuntimeError("no")
-
-
+refuse = raising(RuntimeError("no"))
 NO_SCORES = [lambda *_: None, lambda *_: [1], lambda i, *_: np.array(["x"] * len(i))]
 
 
@@ -470,13 +463,11 @@ class Model(nn.Module):
         self.embedding = st.Embedding(4, DIM, vocabulary=self.ids)
 
 
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
-)
-def test_copies_of_models_hold_one_vocabulary(way: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_models_hold_one_vocabulary(way: str) -> None:
     model = Model()
     model.embedding(ids(5, 6))
-    made = way(model)
+    made = COPIES[way](model)
     assert made.ids is made.embedding.vocabulary
     assert made.ids is not model.ids
     made.embedding(ids(7))

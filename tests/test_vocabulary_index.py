@@ -125,18 +125,9 @@ def test_touch(decay):
         assert np.allclose(counts[:, 0], 0 if decay is None else oracle, rtol=1e-5)
 
 
-# --- hashes: golden values, since ids and counters are stored in checkpoints -------------------------------------------
+# --- hashes and counters, which are stored in checkpoints: no version may make others ---------------------------------
 
 TEXT = some.text(max_size=12) | some.binary(max_size=12)
-GOLDEN = [
-    ("", "", -5426141060434712860),
-    ("apple", "", -2328654269316264298),
-    (b"apple", "", -2328654269316264298),
-    ("apple", "fruit", -6787676497828802969),
-    ("größe", "", -1613921676148213516),
-    (("user 7", "item 3"), "", 7450864085141587317),
-    (("user 7", "item 3"), "x", 6508598057590139181),
-]
 
 
 def oracle(value, salt=""):
@@ -149,11 +140,6 @@ def oracle(value, salt=""):
     else:
         data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, **options).digest(), "little", signed=True)
-
-
-@pytest.mark.parametrize(("value", "salt", "expected"), GOLDEN)
-def test_golden_ids(value, salt, expected):
-    assert hash_ids([value], salt).tolist() == [expected] == [oracle(value, salt)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -179,10 +179,8 @@ def test_a_full_table_ends_every_search() -> None:
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.sweep("dtype", "initial")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "initial", [("normal", 0.0, 1.0), ("normal", 0.3, 2e-3), ("uniform", -0.1, 0.3), 1 / 3], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("initial", [NORMAL, ("normal", 0.3, 2e-3), UNIFORM, 1 / 3], ids=str)
 def test_first_values_have_the_bits_of_the_host(initial: Initial, dtype: torch.dtype) -> None:
     far = [id_with(word, seed=-5) for word in FAR]
     ids = torch.tensor([*far, 0, LOW, HIGH, *np.random.default_rng(1).integers(LOW, HIGH, 3000).tolist()])

@@ -128,9 +128,12 @@ def test_a_plain_embedding_becomes_one_with_ids(
 
 def test_rows_that_are_given_are_those_of_the_ids_from_0_on() -> None:
     weight, ids = torch.randn(6, DIM), torch.arange(6)
-    emb = st.Embedding.from_pretrained(weight, padding_idx=2, vocabulary=st.Vocabulary(capacity=8))
-    assert torch.equal(emb(ids), weight)
-    assert emb.vocabulary.ids().tolist() == [0, 1, 3, 4, 5]
+    made = st.Embedding.from_pretrained(weight, padding_idx=2, vocabulary=st.Vocabulary(capacity=8))
+    assigned = st.Embedding(9, DIM, padding_idx=2, device="meta", vocabulary=st.Vocabulary())
+    assigned.weight = nn.Parameter(weight)
+    for emb in (made, assigned):
+        assert torch.equal(emb(ids), weight)
+        assert emb.vocabulary.ids().tolist() == [0, 1, 3, 4, 5]
 
 
 def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,27 +156,18 @@ def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch)
     assert not sightings.any()
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adagrad-initial", "adamw"])
-def test_ids_that_came_before_the_first_step(optimizer: str, tmp_path: Path) -> None:
-    """Adagrad has made its state by then, of the rows that there were."""
-    run, loaded = Run(optimizer), Run(optimizer)
-    run.vocabulary.update(IDS[:12], torch.zeros(12, DIM))
-    st.save_checkpoint(tmp_path / "saved", run.net, run.optimizer)
-    st.load_checkpoint(tmp_path / "saved", loaded.net, loaded.optimizer)
+def test_ids_that_came_before_the_first_step(optimizer: str, way: str, tmp_path: Path) -> None:
+    """Adagrad has made its state by then, of the rows that there were; tables grow after it was loaded, too."""
+    run, loaded = (Run(optimizer, max_capacity=40) for _ in "12")
+    run.net.emb(IDS[:12])
+    carry_over(way, (run.net, run.optimizer), (loaded.net, loaded.optimizer), tmp_path)
+    before = len(loaded.net.emb.table)
     for each in (run, loaded):
-        each.train(1, 2)
+        each.train(*range(9))
+    assert len(loaded.net.emb.table) > before
     assert torch.equal(run.net.emb(IDS[:12]), loaded.net.emb(IDS[:12]))
-
-
-def test_the_other_way_round_is_refused(tmp_path: Path) -> None:
-    run = Run()
-    run.train(0)
-    st.save_checkpoint(tmp_path / "c", run.net)
-    for plain in (st.Embedding(5, DIM), nn.Embedding(5, DIM)):
-        with pytest.raises(InvalidValueError, match=r"export\(\)"):
-            st.load_checkpoint(tmp_path / "c", Net(plain))
-    with pytest.raises(InvalidValueError, match=r"export\(\)"):
-        st.Embedding(5, DIM).load_state_dict(run.net.emb.state_dict(), strict=False)
 
 
 def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
@@ -253,27 +247,21 @@ def test_state_that_was_loaded_before_other_ids_is_refused() -> None:
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
-@pytest.mark.parametrize("rows", [torch.ones(2, DIM, device="meta"), torch.ones(2, DIM).to_sparse()])
-def test_rows_without_values_are_refused(rows: Tensor) -> None:
-    run, table = Run(), st.Table(4, DIM)
-    run.train(0)
-    before = run.by_id()
-    with pytest.raises(InvalidTypeError, match=r"rows (is on the meta device|has layout)"):
-        run.vocabulary.update(torch.tensor([1, 2]), rows)
-    assert all(torch.equal(value, before[name]) for name, value in run.by_id().items())
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=r"on meta|has layout"):
-        table.scatter(torch.tensor([1, 2]), rows)
-    with pytest.raises(InvalidTypeError, match=r"array (is on the meta device|has layout)"):
-        st.Table.from_array(rows)
-
-
-def test_rows_of_another_width_and_padding_are_refused() -> None:
+def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Those without a vocabulary, or of another width or padding."""
     run = Run()
     run.train(0)
+    state = run.net.emb.state_dict()
+    st.save_checkpoint(tmp_path / "c", run.net)
+    for plain in (st.Embedding(5, DIM), nn.Embedding(5, DIM)):
+        with pytest.raises(InvalidValueError, match=r"export\(\)"):
+            st.load_checkpoint(tmp_path / "c", Net(plain))
+    with pytest.raises(InvalidValueError, match=r"export\(\)"):
+        st.Embedding(5, DIM).load_state_dict(state, strict=False)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        st.Embedding(20, DIM + 1, vocabulary=st.Vocabulary()).load_state_dict(run.net.emb.state_dict())
+        st.Embedding(20, DIM + 1, vocabulary=st.Vocabulary()).load_state_dict(state)
     with pytest.raises(InvalidValueError, match="padding_idx"):
-        st.Embedding(20, DIM, padding_idx=3, vocabulary=st.Vocabulary()).load_state_dict(run.net.emb.state_dict())
+        st.Embedding(20, DIM, padding_idx=3, vocabulary=st.Vocabulary()).load_state_dict(state)
     other = st.Embedding(20, DIM, vocabulary=st.Vocabulary())
     assert other.load_state_dict({}, strict=False).missing_keys == ["weight"]
 
@@ -391,13 +379,6 @@ def test_what_is_loaded_gives_it_rows(load: str, born: str, tmp_path: Path) -> N
     assert not other[0](torch.tensor([3])).any()
 
 
-def test_rows_that_are_assigned_are_those_of_the_ids_from_0_on() -> None:
-    emb = st.Embedding(9, 2, device="meta", vocabulary=st.Vocabulary())
-    emb.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
-    assert emb(torch.tensor([3, 0])).tolist() == [[6.0, 7.0], [0.0, 1.0]]
-    assert emb.vocabulary.ids().tolist() == [0, 1, 2, 3]
-
-
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "assign=True": lambda net: net.load_state_dict(train(model()).state_dict()),
     "Missing": lambda net: net.load_state_dict({}, assign=True),
@@ -457,7 +438,7 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
-WAYS: dict[str, Callable[[Any, Tensor], object]] = {
+MOVES: dict[str, Callable[[Any, Tensor], object]] = {
     "in evaluation mode": lambda emb, ids: emb.eval()(ids).sum().backward(),
     "read ahead": lambda emb, ids: emb.eval()(emb.prefetch(ids)).sum().backward(),
     "activate": lambda emb, ids: emb.activate(ids).add_grad(torch.ones(len(ids), emb.embedding_dim)),
@@ -465,12 +446,12 @@ WAYS: dict[str, Callable[[Any, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MOVES)
 def test_rows_that_a_step_moves_have_changed(way: str) -> None:
     run = trained(idle="lazy")
     clock, ids = run.vocabulary.clock, run.vocabulary.ids()[:2]
     assert run.vocabulary.changed_since(clock).ids.tolist() == []
-    WAYS[way](run.net.emb, ids)
+    MOVES[way](run.net.emb, ids)
     run.optimizer.step()
     assert sorted(run.vocabulary.changed_since(clock).ids.tolist()) == sorted(ids.tolist())
 
@@ -617,21 +598,17 @@ def test_what_does_not_fit_changes_nothing() -> None:
 @pytest.mark.parametrize("way", ["model", "vocabulary", "assign"])
 def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way: str) -> None:
     """As where a part of it was put in: ``state = model.state_dict(); state.update(part); model.load_state_dict(state)``."""
-    emb = st.Embedding(8, 3, vocabulary=st.Vocabulary(seed=1, evict="lfu", half_life=2.0))
-    opt, ids = torch.optim.AdamW(emb.parameters(), lr=0.1), torch.tensor([10, 1000, 5])
-    for _ in range(3):
-        take_step(opt, emb(ids).square().sum())
-    state = emb.state_dict()
-    before = {name: value.clone() for name, value in state.items()}
+    run, other = (Run(evict="lfu", half_life=2.0) for _ in "12")
+    for each in (run, other):
+        each.train(0, 1)
     if way == "vocabulary":
-        emb.vocabulary.load_state_dict(emb.vocabulary.state_dict())
+        run.vocabulary.load_state_dict(run.vocabulary.state_dict())
     else:
-        emb.load_state_dict(state, assign=way == "assign")
-    emb.vocabulary.update([77], torch.ones(1, 3))
-    assert emb.vocabulary.rows(torch.tensor([10, 1000, 5, 77])).tolist() == [1, 2, 3, 4]
-    assert emb.vocabulary.ids().tolist() == [10, 1000, 5, 77]
-    for name in ("weight", "vocabulary.last_use", "vocabulary.counts"):
-        assert torch.equal(emb.state_dict()[name][:4], before[name][:4])
+        run.net.load_state_dict(run.net.state_dict(), assign=way == "assign")
+    assert torch.equal(run.vocabulary.state_dict()["counts"], other.vocabulary.state_dict()["counts"])
+    for each in (run, other):
+        each.train(2)
+    assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
 def test_averages_by_state_dicts_are_refused() -> None:
@@ -648,23 +625,3 @@ def test_averages_by_state_dicts_are_refused() -> None:
                 write(theirs[:1])
         assert torch.equal(ours, before)
     assert all(type(value) is Tensor for value in saved(model.state_dict(), weights_only=True).values())
-
-
-def test_state_of_before_the_first_step_grows_with_the_table() -> None:
-    """The constructor of Adagrad makes it; lookups let the table grow."""
-
-    def made() -> tuple[st.Embedding, torch.optim.Optimizer]:
-        emb = st.Embedding(2, 3, vocabulary=st.Vocabulary(seed=1, max_capacity=100))
-        return emb, torch.optim.Adagrad(emb.parameters(), lr=0.1, initial_accumulator_value=0.1)
-
-    one, other = made(), made()
-    one[0](torch.arange(1, 9))
-    states = [copy.deepcopy(each.state_dict()) for each in one]
-    assert states[1]["state"][0]["sum"].shape == one[0].weight.shape
-    for each, state in zip(other, states, strict=True):
-        each.load_state_dict(state)
-    for emb, opt in (one, other):
-        for _ in range(2):
-            take_step(opt, emb(torch.arange(1, 19)).square().sum())
-    ids = torch.arange(1, 19)
-    assert torch.equal(one[0](ids), other[0](ids))

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machines import run_machine, short_and_long
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError
@@ -463,29 +464,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.begin_to_train()
 
 
-MODERATE = settings(
-    max_examples=12,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run(profile: settings) -> None:
-    case = VocabularyMachine.TestCase
-    case.settings = profile
-    case().runTest()
-
-
 @pytest.mark.filterwarnings("ignore:a step of:UserWarning")
-def test_any_sequence_of_calls() -> None:
-    run(MODERATE)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.filterwarnings("ignore:a step of:UserWarning")
-def test_thousands_of_calls() -> None:
-    run(settings(MODERATE, max_examples=1000, stateful_step_count=30, derandomize=False))
+@short_and_long({"max_examples": 12, "stateful_step_count": 20}, {"max_examples": 1000, "stateful_step_count": 30})
+def test_any_sequence_of_calls(options: dict[str, Any]) -> None:
+    run_machine(VocabularyMachine, suppress_health_check=list(HealthCheck), **options)

@@ -20,6 +20,8 @@ from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.plot import neighbour_map, plot
 
+QUESTIONS = "# by hand\n\n: [bold]kinds\na b d c\na b d f\n: gram1\nA B C D\na b c x\n: gram2\nx y z a\n: gramless\n"
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
@@ -27,7 +29,7 @@ def folder(tmp_path, monkeypatch):
     angle = np.arange(6) * np.pi / 3
     Vectors(["a", "b", "c", "d", "e", "f"], np.stack([np.cos(angle), np.sin(angle)], axis=1)).save("v.txt")
     Path("pairs.txt").write_text("a b 3\na c 2.5\na d 1\nb f 1.5\nc x 9\nA Y 2\n")
-    Path("questions.txt").write_text(": [bold]kinds\na b d c\na b d f\n: gram1\na b c d\na b c x\n: gram2\nx y z a\n")
+    Path("questions.txt").write_text(QUESTIONS)
     return tmp_path
 
 
@@ -39,6 +41,7 @@ def test_evaluate(folder):
     assert ["[bold]kinds", "1", "2", "0.5000", "0.095", "to", "0.905"] in lines
     assert ["gram1", "1", "1", "1.0000", "0.207", "to", "1.000"] in lines
     assert ["gram2", "0", "0", "-", "-"] in lines
+    assert ["gramless", "0", "0", "-", "-"] in lines
     for name, right, of in (("semantic", 1, 2), ("syntactic", 1, 1), ("total", 2, 3)):
         assert [name, str(right), str(of)] in [line[:3] for line in lines]
     assert ["left", "out", "2", "(40.0%)"] in lines

@@ -11,10 +11,10 @@ import tempfile
 
 import numpy as np
 import pytest
+from cases import raising
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Vocabulary
-from speedtransfer.word2vec import corpus as corpus_module
 from speedtransfer.word2vec import text as text_module
 from speedtransfer.word2vec.text import decode, iter_lines, iter_pieces
 from speedtransfer.word2vec.vocabulary import read_counts
@@ -36,10 +36,6 @@ def test_literal():
     assert (few.vocabulary.words, few.ids.tolist()) == (["b", "a"], [0, 1, 0, 1, 0])
 
 
-def sequences_of(corpus):
-    return [[corpus.vocabulary.words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
-
-
 def test_a_byte_order_mark_within_the_text_is_of_a_word(tmp_path):
     words = Corpus(io.BytesIO(("x " + "\ufeffa " * 10 + "b " * 6 + "c " * 5).encode()), 1)
     assert len(words.ids) == 22
@@ -49,21 +45,8 @@ def test_a_byte_order_mark_within_the_text_is_of_a_word(tmp_path):
     assert read_counts(tmp_path / "counts.tsv")[0] == ["a", "b"]
 
 
-def test_lines_in_many_blocks(monkeypatch):
-    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
-    rng = np.random.default_rng(1)
-    lines = [[f"w{n}" for n in rng.zipf(1.5, rng.integers(0, 6)) if n < 100] for _ in range(400)]
-    corpus = corpus_of("\n".join(map(" ".join, lines)), min_count=9, kind="lines")
-    flat = [word for line in lines for word in line]
-    kept = [[word for word in line if flat.count(word) >= 9] for line in lines]
-    assert sequences_of(corpus) == [line for line in kept if line]
-    assert corpus.num_raw_words == len(flat)
-
-
 def test_no_room_for_the_numbers(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
+    refuse = raising(OSError(28, "No space left on device"))
     full = type("FullDisk", (io.BytesIO,), {"flush": refuse})
     for make, what in (
         (refuse, "no temporary file for the corpus"),
@@ -139,11 +122,8 @@ def test_damaged_archive(tmp_path):
 
 
 def test_what_an_open_file_cannot_read(monkeypatch):
-    class Broken(io.BytesIO):
-        def read(self, size=-1):
-            raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
+    broken = type("Broken", (io.BytesIO,), {"read": raising(OSError(5, "Input/output error"))})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(broken()))
     with pytest.raises(StorageError, match=r"cannot read standard input \(Input/output error\)"):
         words_of("-")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import scipy
@@ -79,24 +77,6 @@ def test_analogies_are_gensims(tmp_path, kinds, dim, monkeypatch):
     found = assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, kinds))
     assert kinds < 60 or 0.05 < found.accuracy < 0.95
     assert kinds < 60 or assert_as_gensim(vectors, tmp_path / "questions.txt", restrict_vocab=60)
-
-
-def test_totals_and_unknown_words(tmp_path):
-    angle = np.arange(6) * np.pi / 3
-    vectors = Vectors(["a", "b", "c", "d", "e", "f"], np.stack([np.cos(angle), np.sin(angle)], axis=1))
-    path = tmp_path / "set.txt"
-    path.write_text("# made by hand\n\n: kinds\na b d c\na b d f\n: gram1\nA B C D\na b c x\nX b Y a\n: gramless\n")
-    found = evaluate(vectors, path)
-    assert [(s.name, len(s.correct), len(s.incorrect)) for s in found.sections] == [
-        ("kinds", 1, 1), ("gram1", 1, 0), ("gramless", 0, 0),
-    ]  # fmt: skip
-    assert found.sections[1].correct == (("A", "B", "C", "D"),)
-    assert (found.num_unknown, found.unknown_words, found.oov_ratio) == (2, ("x", "X", "Y"), 40.0)
-    assert (found.semantic.accuracy, found.syntactic.accuracy, found.accuracy) == (0.5, 1.0, pytest.approx(2 / 3))
-    assert found.sections[2].accuracy is None
-    assert found.name == "set"
-    facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
-    assert (facts["total"]["num_correct"], facts["sections"][2]["accuracy"]) == (2, None)
 
 
 # --- similarity -------------------------------------------------------------------------------------------------------

@@ -37,11 +37,6 @@ def rows_of(buckets, words=WORDS, min_n=3, max_n=6):
     return [[i, *(len(words) + h for h in hashes)] for i, hashes in enumerate(ngrams)]
 
 
-def vectors_of(table, buckets, words=WORDS):
-    """Return the vector of each word as the definition says, from a whole table."""
-    return torch.stack([table[of_word].mean(0) for of_word in rows_of(buckets, words)])
-
-
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
 @pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
@@ -98,7 +93,7 @@ def test_word_vectors_with_ngrams(monkeypatch):
     model = model_of(VOCABULARY, 5, buckets=BUCKETS)
     vectors, table = model.word_vectors(), model.input.table.torch()
     assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
-    torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
+    torch.testing.assert_close(vectors, torch.stack([table[of_word].mean(0) for of_word in rows_of(BUCKETS)]))
     for some in (1, 7, 9, NUM_WORDS + 1):
         assert torch.equal(model.word_vectors(some), vectors[:some])
 
@@ -182,18 +177,13 @@ def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
 
 
-def test_rows_of_a_vocabulary():
+@pytest.mark.parametrize(("buckets", "dtype"), [(1000, torch.int32), (1 << 32, torch.int64)])
+def test_rows_of_a_vocabulary(buckets, dtype):
     words = list(dict.fromkeys(draw_words(200)))
-    bags, expected = Subwords(words, 1000, 2, 4), rows_of(1000, words, 2, 4)
+    bags, expected = Subwords(words, buckets, 2, 4), rows_of(buckets, words, 2, 4)
     ends = bags.offsets.tolist()
     assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
-    assert bags.rows.dtype == torch.int32
-
-
-def test_rows_beyond_int32():
-    bags, expected = Subwords(["word", "other"], 1 << 32), rows_of(1 << 32, ["word", "other"])
-    assert bags.rows.dtype == torch.int64
-    assert bags.rows.tolist() == [*expected[0], *expected[1]]
+    assert bags.rows.dtype == dtype
 
 
 # --- vectors of unseen words against gensim's fastText on the same rows; and their file -------------------------------

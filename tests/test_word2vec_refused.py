@@ -27,7 +27,6 @@ Settings(buckets=(1 << 32) + 1) -> InvalidValueError: buckets is 4294967297 but 
 Settings(min_n=7) -> InvalidValueError: max_n is 6 but min_n is 7; pass a max_n of at least 7
 Settings(lr=0) -> InvalidValueError: lr is 0 but must be above 0
 Settings(p=0) -> InvalidValueError: p is 0 but must be at least 0.0001 and at most 10000
-Settings(q=20_000) -> InvalidValueError: q is 20000 but must be at least 0.0001 and at most 10000
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words
 Settings(phrases=1, divide=True) -> InvalidValueError: divide is for text but phrases=1 needs all of it in a process
 Settings(kind="graph", divide=True) -> InvalidValueError: divide is for text but kind='graph' needs all of it
@@ -91,15 +90,11 @@ plot(Vectors([], np.zeros((0, 3))), "words.png") -> InvalidValueError: there are
 FILES = r"""
 read_config("bad.toml") -> StorageError: cannot read 'bad.toml' \(No such file
 read_config(file("bad.toml", "dims = 3")) -> InvalidValueError: config 'bad.toml' has 'dims', not a setting; did you mean 'dim'
-read_config(file("bad.toml", "dim = '3'")) -> InvalidTypeError: config 'bad.toml': dim is '3' \(str\) but must be an integer
 read_config(file("bad.toml", "lr = nan")) -> InvalidValueError: config 'bad.toml': lr is nan but must be finite
 read_config(file("bad.toml", "dim =\nlr = 1")) -> InvalidValueError: config 'bad.toml' is no TOML: .*line 1
 read_config(file("s.json", "[" * 100_000)) -> InvalidValueError: 's.json' is no JSON with an object "settings": nested
 read_config(file("s.json", "[]")) -> InvalidValueError: is no JSON with an object "settings": .*pass TOML, or the settings.json
-read_config(file("s.json", '{"settings": {"dimm": 3}}')) -> InvalidValueError: 's.json' has 'dimm', not a setting
 read("") -> InvalidValueError: 'the given file' holds no words; pass a corpus with text in it
-read(" \n\t ") -> InvalidValueError: holds no words
-read("alone " * 100) -> InvalidValueError: min_count=5 leaves 1 of 1 distinct words .* pass a larger corpus
 read("a a a a a a b b c") -> InvalidValueError: min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less
 read(b"some text\0more") -> InvalidValueError: is no text: byte 9 is NUL
 read(b"cut short \xe6\x9d") -> InvalidValueError: is no UTF-8 text: unexpected end of data at byte 10
@@ -109,38 +104,32 @@ read("a b\n\nc\n", kind="graph") -> InvalidValueError: line 3 of .* has 1 fields
 read("a b 1\na b c d\n", kind="graph") -> InvalidValueError: line 2 of .* 4 fields, 'a b c d', .* pass kind='adjacency'
 read("a b c\n", kind="graph") -> InvalidValueError: line 1 of .* has the weight 'c' but a weight is a finite number above 0
 read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the weight '0' but a weight is a finite number
-read("a b inf\n", kind="graph") -> InvalidValueError: has the weight 'inf' but
 read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
 Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no' and 'count', no word and count
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
 read("a b", vocabulary=file("c.tsv", "")) -> StorageError: 'c.tsv' is empty; pass a table of words and counts
-read("a b", vocabulary=file("c.tsv", "word\tcount\n")) -> StorageError: is empty
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t2\na\t3\n")) -> StorageError: line 3 of 'c.tsv' has the word 'a' again; add up
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of 'c.tsv' counts 'b' 0 times; leave it out
 read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count
 read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 of 'c.tsv' is 'new york' and 3, no word
 read("a b", vocabulary=file("c.tsv", "a\t3\nb\t9\n")) -> InvalidValueError: min_count=5 leaves 1 of 2 .* pass min_count=3 or
 load_set("no") -> StorageError: cannot read .*check the path
-load_set(".") -> StorageError: cannot read .*check the path
 load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff
 load_set(file("s", "")) -> StorageError: holds no lines to evaluate with
 load_set(file("s", "a b 1\n\na b\n")) -> StorageError: line 3 .* is 'a b' but must be 'word word score', .*; fix it, or
-load_set(file("s", "word1\tword2\tscore\n")) -> StorageError: line 1 of .*'word1\\tword2\\tscore' but must be 'word word
 load_set(file("s", "a\tb\t1\na\t\t2\n")) -> StorageError: line 2 of
 load_set(file("s", "a b c d\n")) -> StorageError: line 1 of .* but must be ': section', as the first line of an analogy set is
 load_set(file("s", ": one\na b c d\na b c\n")) -> StorageError: line 3 of .* is 'a b c' but must be four words or ': section'
 load_set(file("s", ": one\n" + "x" * 500)) -> StorageError: line 2 of .* is 'x{60}' but must be
 evaluate(vectors, file("s", "q r 1\nr s 2\n")) -> InvalidValueError: set 's' has 0 pairs .*; unknown are 'q', 'r', 's'; pass
-evaluate(vectors, file("s", "a b 1\n")) -> InvalidValueError: set 's' has 1 pairs .* unknown are none
 evaluate(vectors, file("s", "a b 1\na a 1\n")) -> InvalidValueError: the scores of the 2 known pairs of set 's' are all 1
 evaluate(vectors, file("s", "a a 1\nb b 2\n")) -> InvalidValueError: the cosines of the 2 known pairs of set 's' are all 1
 evaluate(vectors, file("s", ": x\nq r s t\nu v a b\n")) -> InvalidValueError: has 0 questions .* unknown are 'q', .* and 1 more
 Vectors.load("no.bin") -> StorageError: cannot read .*No such file
 Vectors.load("no.safetensors") -> StorageError: cannot read .*No such file
 Vectors.load(file("v.txt", "")) -> StorageError: line 1 of .* is no word2vec header
-Vectors.load(file("v.txt", "the 1\n")) -> StorageError: line 1 of .* is no word2vec header .* but b'the 1
 Vectors.load(file("v.txt", "1 99999999999999999999\n")) -> StorageError: promises vectors of 99999999999999999999 numbers
 Vectors.load(file("v.txt", "2 2\na 1 2\nb 1\n      ")) -> StorageError: line 3 of .* \(1 numbers, not 2\)
 Vectors.load(file("v.txt", b"2 2\na 1 2\n\xff\xfe 1 2\n")) -> StorageError: line 3 of .*can't decode
@@ -150,7 +139,6 @@ Vectors.load(file("v.txt", "99999999999 100\na 1 2\n")) -> StorageError: is trun
 Vectors.load(file("v.txt", "2 1\na 1\na 2\n")) -> StorageError: holds no word vectors \(word 'a' is there twice\)
 Vectors.load(file("v.bin", b"2 2\na 12345678b ")) -> StorageError: it has 16 bytes but its header promises at least 24
 Vectors.load(file("v.bin", b"2 2\na 12345678\nlong_word 1234")) -> StorageError: ends or is damaged at word 2 of 2, byte 14
-Vectors.load(file("v.bin", b"1 1\n" + b"x" * 200_000)) -> StorageError: ends or is damaged at word 1 of 1, byte 4
 Vectors.load(file("v.safetensors", "rubbish that is long enough")) -> StorageError: is no \.safetensors file or is truncated
 Vectors.load(stored(word_ends=np.array([2, 1]))) -> StorageError: no rising positions
 Vectors.load(stored(word_ends=np.array([1, 9]))) -> StorageError: the words take 2 bytes but end elsewhere

@@ -9,6 +9,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from cases import raising
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Word2Vec, train
@@ -137,9 +138,7 @@ def test_checkpoint_of_another_run_is_kept(point, tmp_path):
 
 
 def test_full_disk_does_not_end_training(corpus, tmp_path, monkeypatch, capsys):
-    def full(*args, **kwargs):
-        raise StorageError("cannot save (No space left on device)")
-
+    full = raising(StorageError("cannot save (No space left on device)"))
     monkeypatch.setattr("speedtransfer.word2vec.checkpoints.save_checkpoint", full)
     vectors = quietly(corpus, checkpoint=tmp_path / "point", epochs=1)
     assert vectors.matrix.tobytes() == quietly(corpus, epochs=1).matrix.tobytes()

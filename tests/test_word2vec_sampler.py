@@ -37,13 +37,6 @@ def epoch_of(sampler):
     return list(sampler.blocks(0, len(sampler)))
 
 
-def assert_drawn_from(observed, probability):
-    """Seeds are fixed: it fails for a wrong distribution."""
-    expected = np.asarray(probability) * np.sum(observed)
-    assert expected.min() > 5
-    assert scipy.stats.chisquare(observed, expected).pvalue > 1e-4
-
-
 def test_epochs_take_the_same_stretches_in_orders_of_their_own(vocabulary):
     ids = corpus_ids()
     sampler = sampler_of(vocabulary, ids, sample=0, block_words=50)
@@ -59,7 +52,8 @@ def test_windows_are_even(vocabulary):
     for side in ("before", "after"):
         whole = torch.cat([getattr(block, side)[7:-7] for block in blocks])  # no edge in reach
         assert (whole.min(), whole.max()) == (1, 7)
-        assert_drawn_from(np.bincount(whole.numpy(), minlength=8)[1:], np.full(7, 1 / 7))
+        # Seeds are fixed: it fails for a wrong distribution.
+        assert scipy.stats.chisquare(np.bincount(whole.numpy(), minlength=8)[1:]).pvalue > 1e-4
     assert all(torch.equal(block.before[7:-7], block.after[7:-7]) for block in blocks)
     assert {block.window for block in blocks} == {0}
 
@@ -90,30 +84,24 @@ def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
 
 
-def blocks_equal(first, second):
-    names = ("words", "before", "after", "negatives")
-    return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in zip(first, second, strict=True) for n in names)
-
-
 def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
-    sampler, threads = sampler_of(vocabulary, corpus_ids(10), block_words=200), []
+    """Which is gone when nobody asks for more."""
+    sampler, threads, before = sampler_of(vocabulary, corpus_ids(10), block_words=200), [], threading.active_count()
 
     def prepare(block):
         threads.append(threading.current_thread().name)
         return dataclasses.replace(block, window=9)
 
     blocks = list(sampler.blocks(3, 6, prepare))
-    assert blocks_equal(blocks, list(sampler.blocks(3, 6)))
+    for block, plain in zip(blocks, sampler.blocks(3, 6), strict=True):
+        for name in ("words", "before", "after", "negatives"):
+            assert torch.equal(getattr(block, name), getattr(plain, name))
     assert [block.window for block in blocks] == [9] * 3
     assert len(threads) == 3
     assert all(name.startswith("speedtransfer-sampler") for name in threads)
-
-
-def test_stopping_early_leaves_no_thread(vocabulary):
-    before = threading.active_count()
-    blocks = sampler_of(vocabulary, corpus_ids(10), block_words=200).blocks(0, 50)
-    next(blocks)
-    blocks.close()
+    more = sampler.blocks(0, 50)
+    next(more)
+    more.close()
     assert threading.active_count() == before
 
 

@@ -58,10 +58,13 @@ def random_text(seed, num_words):
     return "".join(part for pair in zip(words, spaces, strict=True) for part in pair)
 
 
-@pytest.mark.parametrize("line_end", [0, LINE_END])
-def test_tokeniser_agrees_with_split(line_end):
+@pytest.mark.parametrize(("line_end", "alike"), [(0, False), (LINE_END, False), (0, True)])
+def test_tokeniser_agrees_with_split(line_end, alike):
+    """Also where every word hashes to 0."""
     text = random_text(0, 4000)
     plain, fast = WordDict(), WordTable()
+    if alike:
+        fast._secret = np.uint64(0), np.uint64(0)
     for part in (text, text[: len(text) // 2], text + "\nnew words\n\n"):
         expected = plain.number(part.encode(), line_end)
         np.testing.assert_array_equal(fast.number(part.encode(), line_end), expected)
@@ -81,13 +84,6 @@ def test_tokeniser_grows(monkeypatch):
     assert fast.take(np.arange(len(fast))) == list(plain.words)
 
 
-def test_tokeniser_tells_words_of_equal_hash_apart():
-    plain, fast = WordDict(), WordTable()
-    fast._secret = np.uint64(0), np.uint64(0)  # every word hashes to 0
-    data = random_text(3, 2000).encode()
-    np.testing.assert_array_equal(fast.number(data), plain.number(data))
-
-
 def test_tokeniser_hides_where_words_are():
     """A text cannot be made for it in which searches are long."""
     one, other = WordTable(), WordTable()
@@ -96,17 +92,20 @@ def test_tokeniser_hides_where_words_are():
 
 
 @pytest.mark.parametrize("kind", ["text", "lines"])
-@pytest.mark.parametrize("step", [37, 100_000])
-def test_a_corpus_of_pieces(kind, step):
+@pytest.mark.parametrize(("step", "min_count"), [(37, 1), (100_000, 20)])
+def test_a_corpus_of_pieces(kind, step, min_count, monkeypatch):
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
     text, plain, seen = random_text(7, 1500), WordDict(), []
-    corpus = Corpus(Dripping(b"\xef\xbb\xbf" + text.encode(), step), 1, kind=kind, report=seen.append)
+    corpus = Corpus(Dripping(b"\xef\xbb\xbf" + text.encode(), step), min_count, kind=kind, report=seen.append)
     numbers = plain.number(text.encode(), LINE_END)
+    numbers = numbers[(numbers == LINE_END) | (np.bincount(numbers - LINE_END)[numbers - LINE_END] >= min_count)]
     words = [plain.take([number])[0] for number in numbers if number != LINE_END]
     assert [corpus.vocabulary.words[number] for number in corpus.ids] == words
-    assert corpus.num_raw_words == seen[-1] == len(words) == 1500
+    assert corpus.num_raw_words == seen[-1] == 1500
+    assert (len(words) == 1500) == (min_count == 1)
     if kind == "lines":
         ends = np.cumsum(numbers != LINE_END)[numbers == LINE_END]
-        assert corpus.starts.tolist() == sorted({0, *ends.tolist()} - {1500})
+        assert corpus.starts.tolist() == sorted({0, *ends.tolist()} - {len(words)})
         assert len(corpus.starts) > 5
 
 
