@@ -27,7 +27,8 @@ class Raising(torch.autograd.Function):
         raise ValueError("no gradient today")
 
 
-NAMES = vars(pair) | {"math": math, "checkpoint": checkpoint, "concurrently": concurrently, "Raising": Raising, "KEPT": KEPT}
+NAMES = vars(pair) | {"math": math, "checkpoint": checkpoint, "concurrently": concurrently}
+NAMES |= {"Raising": Raising, "KEPT": KEPT}
 # Each trains a table of `kind` and one of one process, a `pair`. Its value, if any, is how far these are from each other.
 USES = parse(
     "uses",
