@@ -123,7 +123,7 @@ class Side:
         self.oracle = SweepOracle(self.opt, self.module) if library is nn and not whole else None
 
     def states(self) -> tuple[Any, Any]:
-        return copy.deepcopy(self.module.state_dict()), copy.deepcopy(self.opt.state_dict())
+        return copy.deepcopy((self.module.state_dict(), self.opt.state_dict()))
 
     def step(self, ids: Tensor, target: Tensor, style: str) -> None:
         def loss() -> Tensor:

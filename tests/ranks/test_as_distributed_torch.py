@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
 from weight_cases import Case, parse
 from weight_world import run_code
 
@@ -194,18 +192,6 @@ def test_as_torch(two, options):
         assert {name: far for name, far in found.items() if not far < most} == {}
 
 
-def too_late() -> list[str]:
-    plain = wrap(Net(nn.Embedding(ROWS, DIM)))
-    ddp = wrap(Net(st.Embedding(ROWS, DIM)))
-    return [told(lambda: st.replace_embeddings(plain, min_rows=0)), told(lambda: Join([ddp]))]
-
-
-def test_what_the_wrapper_would_not_know(two):
-    for replaced, joined in two(too_late):
-        assert "replace the embeddings first" in replaced
-        assert "st.equal_steps(loader)" in joined
-
-
 def sent_both_ways() -> tuple[bool, str]:
     """Neither waits for the other's receipt, and rows of which there is a copy are not received in passing."""
     other, got = 1 - dist.get_rank(), torch.empty(ROWS, DIM)
@@ -249,19 +235,3 @@ def given(kind: str) -> float:
 @pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
 def test_rows_that_are_given_are_those_of_rank_0(two, kind):
     assert two(given, kind) == [0, 0]
-
-
-def hybrid() -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
-    net = Net(st.Embedding(ROWS, DIM, dtype=torch.float64, process_group=mesh["parts"]))
-    fully_shard(net, mesh=mesh, ignored_params=st.table_parameters(net))
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    backward(net)
-    return told(opt.step)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
-def test_hybrid_sharding_over_more_processes_than_the_table(two):
-    assert all("copies of its rows would drift apart" in each for each in two(hybrid))

@@ -149,30 +149,19 @@ class Pulls(nn.Module):
         return sum((weight * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
 
 
-def gradients(steps: range, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in steps]
-    return [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
-
-
-def pull(state: OneBitState, steps: list[list[Tensor]]) -> tuple[nn.Module, list[list[Tensor]]]:
-    """Return the module, and the gradients of each step as the hook returned them."""
+def balance(dtype: torch.dtype) -> tuple[float, float]:
+    """Return how far what came and what is kept differ from what was given, and the most that is kept."""
+    draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in range(6)]
+    steps = [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
     # In several buckets, which are others after the first step.
-    ddp = DistributedDataParallel(Pulls(steps[0][0].dtype), bucket_cap_mb=1e-4)
+    state, ddp = OneBitState(start_step=2), DistributedDataParallel(Pulls(dtype), bucket_cap_mb=1e-4)
     ddp.register_comm_hook(state, one_bit_hook)
-    received = []
+    received, worst, most = [], 0.0, 0.0
     for grads in steps:
         ddp.zero_grad()
         ddp(grads).backward()
         received.append([weight.grad.clone() for weight in ddp.module.weights])
-    return ddp.module, received
-
-
-def balance(dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far what came and what is kept differ from what was given, and the most that is kept."""
-    state, steps = OneBitState(start_step=2), gradients(range(6), dtype)
-    module, received = pull(state, steps)
-    worst, most = 0.0, 0.0
-    for place, weight in enumerate(module.weights):
+    for place, weight in enumerate(ddp.module.weights):
         if weight.numel():
             kept = state.errors[state.numbers([weight])[0]].view(weight.shape)
             given = sum(grads[place].double() for grads in steps) - kept

@@ -205,44 +205,6 @@ def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
         assert mean <= step / 6
 
 
-# --- what all must see ----------------------------------------------------------------------------------------------------
-
-
-def one_row_overflows(kind: str, fused: bool) -> tuple[float, bool]:
-    pair = nets(kind, torch.optim.AdamW, pair={"fused": fused, "scales": True}, dtype=torch.float32)
-    before = rows_of(pair.ours.emb)
-    # Of rank 1 alone, and a row that one of the two owns.
-    scale = float("inf") if dist.get_rank() == 1 else 1.0
-    loss = pair.ours.emb(torch.tensor([7])).sum() * scale + pair.ours.outer(torch.ones(DIM)).sum()
-    pair.scalers[0].scale(loss).backward()
-    pair.scalers[0].step(pair.opt)
-    pair.scalers[0].update()
-    return pair.scalers[0].get_scale(), torch.equal(rows_of(pair.ours.emb), before)
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_of_one_row_skips_the_step_of_all(two, kind, fused):
-    assert two(one_row_overflows, kind, fused) == [(512.0, True)] * 2
-
-
-def nonfinite(kind: str) -> list[str]:
-    emb = table(kind)
-    (emb(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
-    messages = []
-    for clip in (nn.utils.clip_grad_norm_, st.clip_grad_norm_):
-        with pytest.raises(RuntimeError, match=r"non-finite|cannot be clipped") as raised:
-            clip(emb.parameters(), 1.0, error_if_nonfinite=True)
-        messages.append(str(raised.value))
-    return messages
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_all_raise_for_a_norm_that_is_not_finite(two, kind):
-    first, second = two(nonfinite, kind)
-    assert first == second
-
-
 # --- first weights --------------------------------------------------------------------------------------------------------
 
 

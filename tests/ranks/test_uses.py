@@ -120,8 +120,18 @@ pair.one_backward()
 pair.end()
 assert len(pair.ours._handle.owners.lookups) <= KEPT
 
-# many lookups, as of decoders, which look a row up for each word
-nets(kind, torch.optim.Adagrad, 70, pair={"batch": lambda step, rank: ids(step, rank, 140)}).train(0, 1)
+# an overflow of one row, which one process looks up and one of the two owns, skips the step of all
+for fused in (False, True):
+    pair = nets(kind, torch.optim.AdamW, pair={"fused": fused, "scales": True}, dtype=torch.float32)
+    before, scaler = rows_of(pair.ours.emb), pair.scalers[0]
+    scale = float("inf") if dist.get_rank() == 1 else 1.0
+    loss = pair.ours.emb(torch.tensor([7])).sum() * scale + pair.ours.outer(torch.ones(DIM)).sum()
+    scaler.scale(loss).backward()
+    scaler.step(pair.opt)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert torch.equal(rows_of(pair.ours.emb), before)
+0.0
 
 # hooks see the gradient of all once: a clipped sum is not a sum of clipped
 calls = []
@@ -129,6 +139,9 @@ for emb in (pair.ours, pair.one):
     emb.weight.register_hook(lambda grad, emb=emb: (calls.append(emb), grad.clamp(-0.4, 0.4))[1])
 pair.train(0, 1, loss=lambda emb, ids: squares(emb, ids) + squares(emb, ids // 2))
 assert calls == [pair.ours, pair.one] * 2
+
+# many lookups, as of decoders, which look a row up for each word
+nets(kind, torch.optim.Adagrad, 70, pair={"batch": lambda step, rank: ids(step, rank, 140)}).train(0, 1)
 
 # hooks that step
 def step(param):
