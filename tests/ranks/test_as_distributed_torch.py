@@ -17,6 +17,7 @@ from weight_world import run_code
 import speedtransfer as st
 from ranks import pair
 from ranks.pair import DIM, ROWS, Net, ids, squares, table, told, wrap
+from ranks.run import on
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -192,7 +193,8 @@ def test_as_torch(two, options):
         assert {name: far for name, far in found.items() if not far < most} == {}
 
 
-def sent_both_ways() -> tuple[bool, str]:
+@on(2)
+def test_rows_are_sent_both_ways_at_once() -> None:
     """Neither waits for the other's receipt, and rows of which there is a copy are not received in passing."""
     other, got = 1 - dist.get_rank(), torch.empty(ROWS, DIM)
     theirs = torch.full((ROWS, DIM), float(other))
@@ -200,38 +202,27 @@ def sent_both_ways() -> tuple[bool, str]:
     works = [dist.isend(emb.weight.data, other), dist.irecv(got, other)]
     for work in works:
         work.wait()
-    return torch.equal(got, theirs), told(lambda: dist.irecv(emb.weight.data, other))
-
-
-def test_rows_are_sent_both_ways_at_once(two):
-    for came, said in two(sent_both_ways):
-        assert came
-        assert "receive into a tensor, and copy it" in said
+    assert torch.equal(got, theirs)
+    assert "receive into a tensor, and copy it" in told(lambda: dist.irecv(emb.weight.data, other))
 
 
 # --- what the processes have to share ---------------------------------------------------------------------------------------
 
 
-def loaded_by_rank_0() -> str:
+@on(2)
+def test_rows_that_one_process_has_loaded() -> None:
     emb = table("sharded")
     if dist.get_rank() == 0:
         emb.load_state_dict({"weight": torch.full((ROWS, DIM), 2.0)})
-    return told(lambda: emb(ids()))
+    assert "the processes differ" in told(lambda: emb(ids()))
 
 
-def test_rows_that_one_process_has_loaded(two):
-    assert all("the processes differ" in each for each in two(loaded_by_rank_0))
-
-
-def given(kind: str) -> float:
+@pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
+@on(2)
+def test_rows_that_are_given_are_those_of_rank_0(kind: str) -> None:
     values = torch.arange(ROWS * DIM).view(ROWS, DIM) * 2.0 ** dist.get_rank()
     options: dict[str, Any] = {"memory": "shared"} if kind == "shared" else {}
     if kind == "vocabulary":
         options["vocabulary"] = st.Vocabulary()
     made = st.Embedding.from_pretrained(values, process_group="world", **options)
-    return float((made(ids()) - (torch.arange(ROWS * DIM).view(ROWS, DIM))[ids()]).abs().max())
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
-def test_rows_that_are_given_are_those_of_rank_0(two, kind):
-    assert two(given, kind) == [0, 0]
+    assert torch.equal(made(ids()), torch.arange(ROWS * DIM).view(ROWS, DIM)[ids()].to(made.weight.dtype))

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import speedtransfer as st
 from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 from ranks.pair import Pair, ids, rows_of, squares, table, told
+from ranks.run import on
 from speedtransfer.errors import InvalidTypeError, RowIndexError
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -111,8 +112,10 @@ def test_listed_ids_that_processes_share_out(two):
 # --- averaged copies ------------------------------------------------------------------------------------------------------
 
 
-def apart(steps: int, period: int) -> float:
-    """Return how far copies are from those of torch, which train apart and are averaged."""
+@pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
+@on(2)
+def test_averaged_copies(steps: int, period: int) -> None:
+    """As copies of torch, which train apart and are averaged."""
     torch.manual_seed(dist.get_rank())
     module = st.Embedding(50, 4, dtype=torch.float64)
     module = module_of("averaged_copies", AVERAGED).averaged(module, dist.group.WORLD, period)
@@ -125,12 +128,7 @@ def apart(steps: int, period: int) -> float:
         if (step + 1) % period == 0:
             dist.all_reduce(own.weight.data)
             own.weight.data /= 2
-    return float((module.weight.detach() - own.weight.detach()).abs().max())
-
-
-@pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
-def test_averaged_copies(two, steps, period):
-    assert max(two(apart, steps, period)) < 1e-10
+    torch.testing.assert_close(module.weight.detach(), own.weight.detach(), rtol=0, atol=1e-10)
 
 
 # --- examples/compressed_exchange.py: what is not sent is kept; block momentum beside its formula ---------------------
@@ -149,8 +147,9 @@ class Pulls(nn.Module):
         return sum((weight * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
 
 
-def balance(dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far what came and what is kept differ from what was given, and the most that is kept."""
+@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
+@on(3)
+def test_what_one_bit_does_not_send_it_keeps(dtype: torch.dtype, margin: float) -> None:
     draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in range(6)]
     steps = [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
     # In several buckets, which are others after the first step.
@@ -169,14 +168,8 @@ def balance(dtype: torch.dtype) -> tuple[float, float]:
             came = sum(grads[place].double() for grads in received)
             worst = max(worst, (came - given / dist.get_world_size()).abs().max().item())
             most = max(most, kept.abs().max().item())
-    return worst, most
-
-
-@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
-def test_what_one_bit_does_not_send_it_keeps(three, dtype, margin):
-    for worst, most in three(balance, dtype):
-        assert worst < margin
-        assert 0.5 < most < 10
+    assert worst < margin
+    assert 0.5 < most < 10
 
 
 # --- block momentum -------------------------------------------------------------------------------------------------------
@@ -198,7 +191,9 @@ def expected(momentum: float, steps: int) -> list[float]:
     return found
 
 
-def average(momentum: float) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@on(3)
+def test_moves_by_the_formula(momentum: float) -> None:
     weight, table = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), st.Embedding(3, 2)
     table.table.torch().fill_(dist.get_rank())
     averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)
@@ -212,8 +207,3 @@ def average(momentum: float) -> None:
     assert found == pytest.approx(expected(momentum, 8))
     # A table has averages of its own.
     assert table.table.torch().eq(dist.get_rank()).all()
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_moves_by_the_formula(three, momentum):
-    three(average, momentum)

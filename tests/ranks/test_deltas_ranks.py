@@ -38,7 +38,7 @@ class Leader(Job):
     def __init__(self, setup: Setup, with_state: bool, seed: int = 7) -> None:
         super().__init__(setup, seed)
         self.opt = self.optimizer if with_state else None
-        self.objects = {"scheduler": self.scheduler, "generator": self.generator} if with_state else {}
+        self.objects = self.objects if with_state else {}
 
     def change(self, number: int) -> None:
         draws(self)
@@ -142,14 +142,13 @@ def test_saved_by_some_applied_by_others(case: str, with_state: bool, pool: Any,
 
 
 def go_on(setup: Setup, folder: Path, number: int) -> None:
-    job, objects = Job(setup), {}
+    job = Job(setup)
     if number:
         job.load(folder / f"full{number - 1}")
-        objects = {"scheduler": job.scheduler, "generator": job.generator}
         mark = st.mark(job.net, job.optimizer)
         job.train(2)
         extra = {"done": job.done, "note": job.note}
-        st.save_delta(folder / f"{number}.safetensors", job.net, mark, job.optimizer, extra=extra, **objects)
+        st.save_delta(folder / f"{number}.safetensors", job.net, mark, job.optimizer, extra=extra, **job.objects)
     job.train(int(not number)).save(folder / f"full{number}")
 
 
