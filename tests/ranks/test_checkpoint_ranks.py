@@ -40,7 +40,7 @@ SETUPS = {
     "layout": with_options(layout="rows"),
     "cache": with_options(cache_rows=20),
     "mmap": with_options(memory="mmap"),
-    **{name: dataclasses.replace(EXACT, optimizer=name) for name in ("adagrad", "rmsprop-centered", "sgd-momentum")},
+    **{name: dataclasses.replace(EXACT, optimizer=name) for name in ("adagrad", "rmsprop-centered", "sgd", "sgd-momentum")},
 }
 # How rows are stored or stepped, whose they are, in how many processes (0: in one without a group) they are saved and loaded.
 CASES = """
@@ -64,6 +64,7 @@ int8 mixed 2 > int8 mixed 3
 float8 sharded 2 > float8 sharded 3
 split24 one 0 > split24 sharded 2
 exact sharded 2 > layout sharded 3
+sgd sharded 2 > sgd sharded 3
 sgd-momentum sharded 2 > sgd-momentum sharded 3
 exact sharded 2 > mmap sharded 3
 exact torch 0 > exact sharded 2
