@@ -221,11 +221,6 @@ with torch.no_grad():
 
 emb.load_state_dict({"weight": full})
 
-# Replace some of the state dict
-state = emb.state_dict()
-state["weight"][3] = 7.0
-emb.load_state_dict(state)
-
 # Soft target update
 target = copy.deepcopy(emb)
 target.weight.data.fill_(1.0)

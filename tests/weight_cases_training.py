@@ -95,14 +95,6 @@ emb.num_embeddings = len(emb.weight)
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
 
-# Share one weight between two embeddings
-twin = Embedding(40, 6)
-twin.weight = emb.weight
-model.twin = twin
-(twin(ids).sum() + loss()).backward()
-opt.step()
-twin.weight is emb.weight, len(list(model.parameters())), twin(ids), emb(ids)
-
 # lm_head.weight = emb.weight
 lm_head = nn.Linear(6, 40, bias=False)
 lm_head.weight = emb.weight

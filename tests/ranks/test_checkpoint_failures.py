@@ -77,20 +77,15 @@ def refuse(path: Path, folders: list[str]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("damage", "role", "folders"),
-    [
-        ("flip", "rows-1", "00"),
-        ("flip", "objects", "00"),
-        ("cut", "rows-2", "00"),
-        ("remove", "rows-0", "00"),
-        ("remove", "model", "00"),
-        # Processes with copies of the checkpoint on disks of their own.
-        ("flip", "model", "01"),
-        ("flip", "rows-0", "01"),
-    ],
+# At the end of processes with copies of the checkpoint on disks of their own.
+DAMAGES = (
+    "flip rows-1 00, flip objects 00, cut rows-2 00, remove rows-0 00, remove model 00, flip model 01, flip rows-0 01"
 )
-def test_damage_is_refused_by_all(role, damage, folders, two, three, tmp_path):
+
+
+@pytest.mark.parametrize("case", DAMAGES.split(", "))
+def test_damage_is_refused_by_all(case, two, three, tmp_path):
+    damage, role, folders = case.split()
     three(save_then_draw, tmp_path / "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     files = json.loads((tmp_path / "0" / "manifest.json").read_text())["files"]

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net, Setup
 from ranks.pair import DIM, Pair, told
+from ranks.run import on
 from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
 from speedtransfer.vocabulary.contents import rows_here
 
@@ -40,7 +41,10 @@ SETUPS = {
     "layout": with_options(layout="rows"),
     "cache": with_options(cache_rows=20),
     "mmap": with_options(memory="mmap"),
-    **{name: dataclasses.replace(EXACT, optimizer=name) for name in ("adagrad", "rmsprop-centered", "sgd", "sgd-momentum")},
+    **{
+        name: dataclasses.replace(EXACT, optimizer=name)
+        for name in ("adagrad", "rmsprop-centered", "sgd", "sgd-momentum")
+    },
 }
 # How rows are stored or stepped, whose they are, in how many processes (0: in one without a group) they are saved and loaded.
 CASES = """
@@ -294,21 +298,15 @@ def test_ids_come_and_go_as_without_the_break(two, tmp_path, name):
         assert_alike(found[2], wanted[2])
 
 
-def load_small(folder: str) -> list[str]:
-    """Into a vocabulary without room for so many ids, which stays as it was; into one with another padding."""
-    small, other = embedding(6), embedding(padding_idx=None)
-    errors = [told(lambda each=each: st.load_checkpoint(folder, each)) for each in (small, other)]
-    assert len(small.vocabulary) == 0
-    return errors
-
-
-def test_what_does_not_fit_changes_nothing(two, tmp_path):
+@on(2)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    """Into a vocabulary without room for so many ids, which stays as it was; into one with another padding, or none."""
     folder = str(tmp_path / "run")
-    two(functools.partial(resumed, None, folder, capacity=60, max_capacity=400, idle="exact"))
-    for small, other in two(load_small, folder):
-        assert "make the module with a larger capacity" in small
-        assert "padding_idx" in other
-    plain = nn.Embedding(60, DIM, dtype=torch.float64)
+    resumed(None, folder, capacity=60, max_capacity=400, idle="exact")
+    small, plain = embedding(6), nn.Embedding(60, DIM, dtype=torch.float64)
+    assert "make the module with a larger capacity" in told(lambda: st.load_checkpoint(folder, small))
+    assert len(small.vocabulary) == 0
+    assert "padding_idx" in told(lambda: st.load_checkpoint(folder, embedding(padding_idx=None)))
     assert "make the module with vocabulary=st.Vocabulary()" in told(lambda: st.load_checkpoint(folder, plain))
 
 
