@@ -78,6 +78,13 @@ def saved(value: Any, weights_only: bool = False) -> Any:
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)), "torch.save": saved}
 
 
+class Doubled(torch.nn.Embedding):
+    """A subclass with code of its own, as Gemma's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
 def one_line(error) -> str:
     """Return the message of a `pytest.raises` result: one line, the value and rule, then a remedy after a semicolon."""
     message = str(error.value)

@@ -113,6 +113,14 @@ def _feed(sha: Any, value: Any) -> None:
         sha.update(repr(value).encode())
 
 
+def flip(folder: Path, pattern: str) -> None:
+    """Change a bit near the end of a file."""
+    (file,) = folder.glob(pattern)
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+
+
 def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)

@@ -1,8 +1,10 @@
 """What every test shares. pytest puts this folder on the path, so tests import its helper modules by name."""
 
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import os
 import signal
 import sys
@@ -156,6 +158,16 @@ def pool():
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that `ranks.run.on` has marked on the ranks."""
+    if (ranks := getattr(pyfuncitem.obj, "ranks", None)) is None:
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    pyfuncitem.funcargs["pool"].of(ranks[0])(functools.partial(pyfuncitem.obj, **given), **ranks[1])
+    return True
 
 
 @pytest.fixture(scope="session")

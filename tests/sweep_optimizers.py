@@ -123,7 +123,7 @@ class Side:
         self.oracle = SweepOracle(self.opt, self.module) if library is nn and not whole else None
 
     def states(self) -> tuple[Any, Any]:
-        return copy.deepcopy(self.module.state_dict()), copy.deepcopy(self.opt.state_dict())
+        return copy.deepcopy((self.module.state_dict(), self.opt.state_dict()))
 
     def step(self, ids: Tensor, target: Tensor, style: str) -> None:
         def loss() -> Tensor:
@@ -254,7 +254,9 @@ def outcome(package: str, kind: type[Any]) -> Outcome:
                 reasons.append(str(error))
                 continue
             except OptimizerError as error:
-                return Outcome(package, name, REFUSED, _short(str(error)))
+                # Without the name of the optimizer and the advice.
+                said = re.sub(r"^\w+ (cannot train rows of a table: |is |(?=wraps ))", "", str(error))
+                return Outcome(package, name, REFUSED, said.split("; use ")[0].split("; give ")[0])
             except Exception as error:
                 return Outcome(package, name, DIFFERS, f"fails with {type(error).__name__}: {words(error)}")
             if what is not None:
@@ -298,14 +300,6 @@ def main() -> int:
         )
         print(f"written to {RESULTS}")
     return 1 if counts[DIFFERS] else 0
-
-
-def _short(detail: str) -> str:
-    """Return a reason without the name of the optimizer and the advice."""
-    detail = re.sub(
-        r"^\w+ (cannot train rows of a table: |is |wraps )", lambda m: "wraps " if "wraps" in m[1] else "", detail
-    )
-    return detail.split("; use ")[0].split("; give ")[0]
 
 
 if __name__ == "__main__":

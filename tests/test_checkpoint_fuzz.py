@@ -216,17 +216,8 @@ def test_whatever_is_damaged_is_refused(
 # --- by design --------------------------------------------------------------------------------------------------------
 
 
-def changed(**entries: Any) -> Callable[[Path], None]:
-    """Give the manifest other entries."""
-    return lambda folder: resign(folder, lambda content: content.update(entries))
-
-
 def name_is(name: str) -> Callable[[Path], None]:
     return lambda folder: resign(folder, lambda c: c["files"]["model"].update(name=name))
-
-
-def written(text: str) -> Callable[[Path], Any]:
-    return lambda folder: (folder / "manifest.json").write_text(text)
 
 
 def a_pickle(folder: Path) -> None:
@@ -251,24 +242,24 @@ def vast(folder: Path) -> None:
     resign(folder, change)
 
 
-def edit_tensor(folder: Path, role: str, name: str, new: torch.Tensor) -> None:
+def edited(role: str, name: str, new: torch.Tensor) -> Callable[[Path], None]:
     """Give one tensor of a data file other values and another shape, with all that follows from it."""
-    raw = data_file(folder, role).read_bytes()
-    begin = 8 + int.from_bytes(raw[:8], "little")
-    header, end, values = json.loads(raw[8:begin]), 0, b""
-    for key, entry in header.items():
-        first, last = entry["data_offsets"]
-        blob = raw[begin + first : begin + last]
-        if key == name:
-            blob, entry["shape"] = new.numpy().tobytes(), list(new.shape)
-        entry["data_offsets"] = [end, end + len(blob)]
-        end, values = end + len(blob), values + blob
-    replace_data(folder, role, header_bytes(header) + values)
-    resign(folder, lambda content: content["files"][role].update(tensors=header))
 
+    def edit(folder: Path) -> None:
+        raw = data_file(folder, role).read_bytes()
+        begin = 8 + int.from_bytes(raw[:8], "little")
+        header, end, values = json.loads(raw[8:begin]), 0, b""
+        for key, entry in header.items():
+            first, last = entry["data_offsets"]
+            blob = raw[begin + first : begin + last]
+            if key == name:
+                blob, entry["shape"] = new.numpy().tobytes(), list(new.shape)
+            entry["data_offsets"] = [end, end + len(blob)]
+            end, values = end + len(blob), values + blob
+        replace_data(folder, role, header_bytes(header) + values)
+        resign(folder, lambda content: content["files"][role].update(tensors=header))
 
-def edit_state(name: str, new: torch.Tensor) -> Callable[[Path], None]:
-    return lambda folder: edit_tensor(folder, "optimizer", f"optimizer.state{name}", new)
+    return edit
 
 
 def forge_key(name: str, key: str, value: Any) -> Callable[[Path], None]:
@@ -295,13 +286,13 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (name_is("../a/model.safetensors"), "is no name of a model file"),
     (name_is(f"objects-{'0' * 32}.safetensors"), "is no name of a model file"),
     (name_is(f"model-{'0' * 32}.safetensors\n"), "is no name of a model file"),
-    (written('{"a":' * 200_000 + "1" + "}" * 200_000), "is damaged"),
+    (lambda f: (f / "manifest.json").write_text('{"a":' * 200_000 + "1" + "}" * 200_000), "is damaged"),
     (a_pickle, "has a header of"),
     (bomb, "tensors of the objects file are not those that the manifest refers to"),
     (vast, "a shape that no tensor has"),
-    (changed(format_version=3), "version 3 but this speedtransfer reads 1 to 2"),
-    (changed(format="x"), "is no manifest of a checkpoint"),
-    (written('{"a": NaN}'), "NaN is no JSON"),
+    (lambda f: resign(f, lambda c: c.update(format_version=3)), "version 3 but this speedtransfer reads 1 to 2"),
+    (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
+    (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),
     (lambda f: (f / "manifest.json").unlink(), "holds no manifest.json"),
     (lambda f: data_file(f).unlink(), "cannot open 'model-"),
     # Plausible, and wrong.
@@ -309,11 +300,11 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (forge_key("rng", "pos", 3.0), ""),
     (forge_key("MT19937", "pos", 625), ""),
     (forge_key("Philox", "buffer_pos", 5), ""),
-    (edit_state("[2]['exp_avg']", torch.zeros(1)), ""),
-    (edit_state("[2]['step']", torch.zeros(0)), ""),
-    (edit_state("[0]['step']", torch.zeros(0)), ""),
-    (edit_state("[0]['exp_avg']", torch.zeros(3, 6)), ""),
-    (lambda f: edit_tensor(f, "model", "words.weight", torch.zeros(8, 6)), ""),
+    (edited("optimizer", "optimizer.state[2]['exp_avg']", torch.zeros(1)), ""),
+    (edited("optimizer", "optimizer.state[2]['step']", torch.zeros(0)), ""),
+    (edited("optimizer", "optimizer.state[0]['step']", torch.zeros(0)), ""),
+    (edited("optimizer", "optimizer.state[0]['exp_avg']", torch.zeros(3, 6)), ""),
+    (edited("model", "words.weight", torch.zeros(8, 6)), ""),
     (lambda f: resign(f, twice), ""),
 ]
 

@@ -152,7 +152,7 @@ def test_commands_exist(page, argv):
     elif program == "python":
         check_flags(arguments[0], arguments[1:])
     elif program == "torchrun":
-        # tests/ranks/test_launched.py and test_hosts.py run them.
+        # tests/ranks/test_launched.py runs them.
         (script,) = (argument for argument in arguments if argument.endswith(".py"))
         assert f":caption: {script}\n" in PAGES[page] or (ROOT / script).is_file()
     elif argv[:3] == ["pip", "install", "torch"]:

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from cases import FLOAT_DTYPES
 from cpu_kernels import cpu_kernels
 from optimizer_cases import ALL, COUPLED, KINDS, OptimizerCase, case_named, some
 from test_idle_history import record
@@ -18,7 +19,6 @@ from torch import Tensor
 from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
 from speedtransfer.idle.replay import PLANES
 
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 # How far apart may be what is rounded once here and at every operation there.
 CLOSE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LAUNCHES = [(1, 1), (2, 32), (3, 7)]
@@ -88,7 +88,7 @@ def step_by_step(rule: Rule, history: Any, rows: dict[str, Tensor], last: Tensor
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), *COUPLED], ids=str)
 def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
     """By sums, and one by one where the decay is coupled."""

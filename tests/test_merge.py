@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import digest
+from checkpoint_cases import digest, flip
 from delta_cases import ADAMW, CASES, DIM, VOCABULARIES, World, chain, files_of, known_by_id
 from in_child import kill_at_line, run_child
 from refusals import check_refused, refusals
@@ -154,16 +154,6 @@ def without_state(folder: Path) -> None:
     st.save_delta(folder / "1.safetensors", world.net, st.mark(world.net))
 
 
-def flip(path: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (found,) = folder.glob(path)
-        raw = bytearray(found.read_bytes())
-        raw[-3] ^= 4
-        found.write_bytes(raw)
-
-    return damage
-
-
 # What is done to base and deltas, which of these are merged, and words of the refusal.
 REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
     (lambda f: None, [], "deltas is empty"),
@@ -178,9 +168,9 @@ REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
     (wide_base, [0], "is .10, 8. torch.int8 in .*base' but the deltas begin with 10 rows of 8 torch.float32"),
     (without_state, [0, 1], "merge deltas of one kind"),
     (without_state, [1], r"base' has \['optimizer', 'scheduler'\] but .*the model alone"),
-    (flip("base/model-*"), [0], "checksum"),
-    (flip("base/manifest.json"), [0], "damaged"),
-    (flip("1.safetensors"), [0, 1], "use another copy of it"),
+    (lambda f: flip(f, "base/model-*"), [0], "checksum"),
+    (lambda f: flip(f, "base/manifest.json"), [0], "damaged"),
+    (lambda f: flip(f, "1.safetensors"), [0, 1], "use another copy of it"),
 ]
 
 
@@ -199,18 +189,17 @@ def test_ids_that_are_not_merged(tmp_path: Path) -> None:
     v, p, n = (tmp_path / name for name in "vpn")
     for folder, name in ((v, "vocabulary"), (p, "vocabulary counts"), (n, "adamw lazy")):
         chain(folder, name, with_state=False)
-
-    def refuses(base: str, deltas: Any, words: str, out: str = "out") -> None:
+    for base, deltas, out, words in (
+        (n / "base", v, tmp_path / "out", "has no ids of 'emb.weight'|the deltas begin with|tables"),
+        (v / "base", [v / "1.safetensors"], tmp_path / "out", "begins with other rows of 'emb.weight'.*base' has"),
+        (v / "base", p, tmp_path / "out", "begins with other rows|padding_idx=None"),
+        (v / "base", [v / "0.safetensors", n / "1.safetensors"], tmp_path / "out", "by id and by place"),
+        (v / "base", v, v / ".." / "v" / "base", "out is the base"),
+        (v / "base", v / "0.safetensors", tmp_path, "holds 'n' and no checkpoint|holds 'p' and|holds 'v' and"),
+    ):
         with pytest.raises(SpeedtransferError, match=words):
-            st.merge(tmp_path / base, deltas, tmp_path / out)
+            st.merge(base, deltas, out)
         assert not (tmp_path / "out").exists()
-
-    refuses("n/base", v, "has no ids of 'emb.weight'|the deltas begin with|tables")
-    refuses("v/base", [v / "1.safetensors"], "begins with other rows of 'emb.weight'.*base' has")
-    refuses("v/base", p, "begins with other rows|padding_idx=None")
-    refuses("v/base", [v / "0.safetensors", n / "1.safetensors"], "by id and by place")
-    refuses("v/base", v, "out is the base", "v/../v/base")
-    refuses("v/base", v / "0.safetensors", "holds 'n' and no checkpoint|holds 'p' and|holds 'v' and", ".")
 
 
 # A base and deltas with state: `copy` is at the base, `one` at the end; `out` is the path of a new delta.

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import take_step
+from cases import FLOAT_DTYPES, take_step
 from lazy_oracle import assert_alike, both, dense_grad
 from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
 PAIRS = torch.tensor([[3, 1, 3], [0, 11, 7]])
 IDS: dict[str, tuple[Tensor, ...]] = {
@@ -49,12 +48,12 @@ LAST = {f"to {at}": (FLAT, torch.tensor(at)) for at in ([0, 3, 3, 8], [0, 3, 3],
 ROWS = ["2-D", "empty bags", "no ids", "padding"]
 # A kind, options, and inputs of it.
 CASES: list[tuple[str, dict[str, Any], Any]] = [
-    *(("Embedding", {"dtype": dtype}, IDS) for dtype in FLOATS),
+    *(("Embedding", {"dtype": dtype}, IDS) for dtype in FLOAT_DTYPES),
     *(("Embedding", {"padding_idx": row}, IDS) for row in (0, 2, 11, -1, -12)),
     *(("Embedding", {"max_norm": 1.2, "norm_type": norm}, IDS) for norm in (2.0, 1.0, 0.5, 3.0, float("inf"))),
     ("Embedding", {"scale_grad_by_freq": True, "padding_idx": 1, "dtype": torch.bfloat16}, IDS),
     ("EmbeddingBag", {}, BAGS),
-    *(("EmbeddingBag", {"dtype": dtype}, ["empty bags"]) for dtype in FLOATS[1:]),
+    *(("EmbeddingBag", {"dtype": dtype}, ["empty bags"]) for dtype in FLOAT_DTYPES[1:]),
     *(("EmbeddingBag", {"padding_idx": row}, ROWS) for row in (3, 0, -1, 5)),
     ("EmbeddingBag", {"include_last_offset": True}, ["to [0, 3, 3, 8]"]),
     # Without padding_idx torch reads a last offset short of the end another way, and its gradient is uninitialised memory.

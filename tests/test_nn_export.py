@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from cases import take_step
+from cases import Doubled, take_step
 from torch import nn
 
 import speedtransfer as st
@@ -77,12 +77,14 @@ class ScaledByName(st.Embedding):
         return super(ScaledByName, self).forward(ids) * 2  # noqa: UP008 - the old way, which many models have
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", [Scaled, ScaledByName])
 def test_subclasses_keep_their_forward(kind) -> None:
     model = trained(embedding=kind, idle="exact")
     dense = to_dense(model)
     assert isinstance(dense.words, kind)
     torch.testing.assert_close(dense(IDS), model(IDS))
+    assert torch.equal(torch.jit.trace(dense.words, IDS)(IDS), dense.words(IDS))
     assert torch.equal(dense.state_dict()["words.weight"], model.words.table.torch())
     dense.words.weight.data.zero_()
     assert not dense.words(IDS).any()
@@ -92,12 +94,7 @@ def test_subclasses_keep_their_forward(kind) -> None:
     assert st.summary(dense).tables == ()
 
 
-class Own(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) * 3
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, Own])
+@pytest.mark.parametrize("kind", [nn.Embedding, Doubled])
 def test_replaced_modules_are_what_they_were_and_ties_stay(kind) -> None:
     model = Model(kind, nn.EmbeddingBag)
     model.decoder = nn.Linear(4, 20, bias=False)
@@ -176,12 +173,3 @@ def test_what_does_not_fit(monkeypatch) -> None:
         to_dense(model)
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(4 * 20 * 4 * 4))
     assert type(to_dense(model).words) is nn.Embedding
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_dense_copy_of_a_subclass_can_be_traced() -> None:
-    class Mine(st.Embedding):
-        pass
-
-    dense, ids = st.to_dense(Mine(12, 4)), torch.tensor([1, 2])
-    assert torch.equal(torch.jit.trace(dense, ids)(ids), dense(ids))

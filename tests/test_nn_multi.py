@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Doubled
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -159,15 +160,6 @@ def test_freed_at_once(no_gc: None) -> None:
 # --- refused ------------------------------------------------------------------------------------------------------------
 
 
-class _Scaled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) * 2
-
-
-def zeros(*shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64)
-
-
 def load(m: Any, **entries: Tensor) -> None:
     m.load_state_dict({**m.state_dict(), **{f"{name[1:]}.weight": value for name, value in entries.items()}})
 
@@ -185,13 +177,13 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: m(torch.tensor([0, -1, 0, 0])), r"index\[1\] of feature '1' is -1"),
     (lambda m: m([[0], [0], [[1, 7]], [99]]), r"index\[0, 1\] of feature '2' is 7"),
     (lambda m: nn.ModuleDict({"emb": m})["emb"][2](torch.tensor([0, 3])), r"index\[1\] of feature 'emb.2' is 3"),
-    (lambda m: m(zeros(3, 5)), r"\(3, 5\) but must be \(..., 4\)"),
-    (lambda m: m([zeros(1)]), "a list of 1 but there are 4 features"),
-    (lambda m: multi(named=True)({"usr": zeros(1)}), "'usr', which is not a feature; did you mean 'user'"),
+    (lambda m: m(torch.zeros(3, 5).long()), r"\(3, 5\) but must be \(..., 4\)"),
+    (lambda m: m([torch.tensor([0])]), "a list of 1 but there are 4 features"),
+    (lambda m: multi(named=True)({"usr": torch.tensor([0])}), "'usr', which is not a feature; did you mean 'user'"),
     (lambda m: load(m, _1=torch.zeros(3, DIM)), r"size mismatch for 1\.weight"),
     (lambda m: of_modules(nn.Embedding(5, 3)), "embedding_dim of '1' is 3 but that of '0' is 2"),
     (lambda m: of_modules(nn.Embedding(5, 2, max_norm=1.0)), "max_norm of '1' is 1.0"),
-    (lambda m: st.MultiEmbedding.from_modules({"a": _Scaled(3, 2)}), "'a' is a _Scaled, whose own way"),
+    (lambda m: st.MultiEmbedding.from_modules({"a": Doubled(3, 2)}), "'a' is a Doubled, whose own way"),
     (lambda m: of_modules(SHARED, SHARED), "share a weight"),
     (lambda m: m[1].requires_grad_(False), "frozen and trained as a whole"),
     (lambda m: torch.optim.SGD(m[1].parameters()).step(), "no optimizer of its own"),

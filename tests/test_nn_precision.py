@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import take_step
+from cases import FLOAT8_DTYPES, take_step
 from refusals import Refusal, check_refused, refusals
 from test_encoding import there_and_back
 from torch import Tensor, nn
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import speedtransfer
 from speedtransfer.encoding.choice import codec_for
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8, "split24")
+SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8_DTYPES, "split24")
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
@@ -34,7 +33,7 @@ def dense(rows: int = 12, dim: int = 6) -> nn.Embedding:
 def quantised(weight: Tensor, dtype: Any) -> Tensor:
     """What a table of `dtype` holds of float32 rows, to the nearest, with one scale for a row."""
     width = weight.shape[1]
-    return there_and_back(codec_for(width, torch.float32, dtype, width if dtype in FLOAT8 else None), weight)
+    return there_and_back(codec_for(width, torch.float32, dtype, width if dtype in FLOAT8_DTYPES else None), weight)
 
 
 def values(emb: nn.Module) -> Tensor:
@@ -107,7 +106,7 @@ def test_wrong_dtypes_and_blocks(refusal: Refusal) -> None:
 # --- float8 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
     for block, scales in ((None, 2), (3, 67), (100, 2), (200, 1), (10**6, 1), (1, 200)):
         emb = made(dtype, 30, 200, scale_block=block, state_dtype=torch.uint8)
@@ -123,7 +122,7 @@ def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
         assert emb.table.stats().gathered_bytes == 4 * (200 + 4 * scales)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> None:
     codes = torch.arange(252).view(42, 6).to(torch.uint8).view(dtype)
     # As bytes: torch 2.6 does not index float8.
@@ -143,7 +142,7 @@ def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> Non
     assert torch.equal(values(other), codes.float())
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype: torch.dtype) -> None:
     codes = torch.randn(12, 6).to(dtype)
     ours, theirs = (library.Embedding.from_pretrained(codes.clone()) for library in (speedtransfer, nn))

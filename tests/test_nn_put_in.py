@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COPIES, take_step
+from cases import COPIES, Doubled, take_step
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -17,11 +17,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 IDS = torch.tensor([[1, 5, 5], [19, 0, 3]])
 ROWS = torch.arange(80.0).reshape(20, 4)
-
-
-class Doubled(nn.Embedding):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) * 2
 
 
 def replaced(device: str) -> nn.Module:

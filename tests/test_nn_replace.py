@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COPIES, take_step
+from cases import COPIES, Doubled, take_step
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -66,7 +66,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.words, self.out = Scaled(31, 4), nn.Linear(4, 31, bias=False)
+        self.words, self.out = Doubled(31, 4), nn.Linear(4, 31, bias=False)
         self.out.weight = self.words.weight
         self.words.register_forward_hook(lambda module, args, output: output + 1)
         self.penalised = [self.words.weight]  # a list made in __init__, as DeepCTR-Torch's
@@ -74,13 +74,6 @@ class Tied(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.out(self.words(ids))
         return logits.logsumexp(-1).mean() + 1e-3 * sum(weight.square().sum() for weight in self.penalised)
-
-
-class Scaled(nn.Embedding):
-    """A subclass with code of its own, as Gemma's."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 2
 
 
 @pytest.mark.parametrize("when", ["before the optimizer", "after the optimizer", "after some steps"])
@@ -102,13 +95,13 @@ def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(wh
             take_step(opt, losses[-1])
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     assert isinstance(ours.words, st.Embedding)
-    assert isinstance(ours.words, Scaled)
+    assert isinstance(ours.words, Doubled)
     assert ours.out.weight is ours.words.weight is ours.penalised[0]
     torch.testing.assert_close(ours.words.weight, dense.words.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_a_replaced_subclass_is_copied_and_pickled() -> None:
-    model = nn.ModuleDict({"words": Scaled(31, 4), "out": nn.Linear(4, 31, bias=False)})
+    model = nn.ModuleDict({"words": Doubled(31, 4), "out": nn.Linear(4, 31, bias=False)})
     model["out"].weight = model["words"].weight
     replace_embeddings(model)
     for other in (copied(model) for copied in COPIES.values()):
@@ -129,7 +122,7 @@ def test_a_replaced_subclass_is_copied_and_pickled() -> None:
 
 def test_the_report_says_what_was_left_and_why() -> None:
     model = nn.ModuleDict(
-        {"a": Scaled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)}
+        {"a": Doubled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)}
     )
     model["head"].weight = model["a"].weight
     nn.utils.parametrize.register_parametrization(model["b"], "weight", nn.Identity())
@@ -144,9 +137,8 @@ def test_the_report_says_what_was_left_and_why() -> None:
     fresh = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": model["b"]})
     with pytest.raises(ValueError, match="embedding 'b' has a weight that something computes"):
         replace_embeddings(fresh, strict=True)
-    with pytest.raises(
-        InvalidValueError, match="names has 'embedd', but no embedding has such a name; did you mean 'emb"
-    ):
+    message = "names has 'embedd', but no embedding has such a name; did you mean 'emb"
+    with pytest.raises(InvalidValueError, match=message):
         replace_embeddings(nn.ModuleDict({"embed": nn.Embedding(9, 2)}), names=["embedd"], strict=True)
     assert type(fresh["a"]) is nn.Embedding
     assert "no nn.Embedding" in str(replace_embeddings(nn.Linear(2, 2)))

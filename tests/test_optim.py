@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from cases import take_step
-from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
+from lazy_oracle import Twins, exact, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, OptimizerCase, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
 from third_party import STYLES, Lion, RowOptimizer
@@ -61,20 +61,17 @@ def test_the_numbers_are_those_written_here() -> None:
     assert opt.state[emb.weight]["momentum_buffer"].flatten().tolist() == [1.0, 2.0, 0.0, 1.0]
 
 
-def test_an_array_of_a_gradient_of_some_rows_cannot_be_written() -> None:
+def test_gradients_of_some_rows_and_of_none() -> None:
     emb = st.Embedding(8, 2, device="cpu")
+    for foreach in (None, False, True):
+        emb(torch.empty(0, dtype=torch.int64)).sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0, norm_type=math.inf, foreach=foreach) == 0
+        assert emb.weight.grad.norm(math.inf) == 0
+        emb.zero_grad()
     emb(torch.tensor([1, 5])).sum().backward()
     with pytest.raises(ValueError, match="read-only"):
         emb.weight.grad.data.numpy()[1] = 0
     assert emb.weight.grad[1].eq(1).all()
-
-
-@pytest.mark.parametrize("foreach", [None, False, True])
-def test_the_largest_value_of_a_gradient_without_rows(foreach: bool | None) -> None:
-    emb = st.Embedding(8, 2, device="cpu")
-    emb(torch.empty(0, dtype=torch.int64)).sum().backward()
-    assert torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0, norm_type=math.inf, foreach=foreach) == 0
-    assert emb.weight.grad.norm(math.inf) == 0
 
 
 def test_a_gradient_by_hand_stays_that_of_the_caller() -> None:
@@ -205,6 +202,8 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
         with pytest.raises(OptimizerError, match=r"row state is gone: a new \w+ took it over"):
             use()
     assert torch.equal(twins.ours.table.torch(), before)
+    with pytest.raises(OptimizerError, match="evaluates the loss several times"):
+        torch.optim.LBFGS([twins.ours.weight]).step(lambda: None)
     twins.step()  # the new one goes on
     twins.assert_same()
 
@@ -214,14 +213,11 @@ def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle: str) -> None:
     weights = []
     for emb in (st.Embedding(5, 2, idle=idle, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)):
         nn.init.ones_(emb.weight)
-        turns = [
-            torch.optim.SGD(emb.parameters(), lr=rate, weight_decay=0.1 * (idle == "exact")) for rate in (0.1, 0.3)
-        ]
+        decay = 0.1 * (idle == "exact")
+        turns = [torch.optim.SGD(emb.parameters(), lr=rate, weight_decay=decay) for rate in (0.1, 0.3)]
         for number in range(5):
             opt = turns[number % 2]
-            opt.zero_grad()
-            emb(torch.tensor([number % 3])).square().sum().backward()
-            opt.step()
+            take_step(opt, emb(torch.tensor([number % 3])).square().sum())
             assert opt.state_dict()["state"].keys() <= {0}
         weights.append(emb.weight.detach().clone())
     torch.testing.assert_close(*weights)
@@ -232,31 +228,21 @@ def test_state_that_was_dropped_is_loaded_again() -> None:
     for emb in (st.Embedding(5, 2), nn.Embedding(5, 2)):
         nn.init.ones_(emb.weight)
         opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-        saved = None
+        saved: Any = None
         for number in range(4):
-            if saved is not None:
+            if number:
+                opt.zero_grad()
                 opt.load_state_dict(saved)
-            opt.zero_grad()
-            emb(torch.tensor([number % 3])).square().sum().backward()
-            opt.step()
+            take_step(opt, emb(torch.tensor([number % 3])).square().sum())
             saved = copy.deepcopy(opt.state_dict())
             emb.double() if number == 1 else None
             if number == 1 and isinstance(emb, st.Embedding):
-                with pytest.raises(OptimizerError, match=r"the table became torch.float64; .* load its state"):
-                    opt.state_dict()
+                emb(torch.tensor([1])).sum().backward()
+                for use in (opt.step, opt.state_dict):
+                    with pytest.raises(OptimizerError, match=r"the table became torch.float64; .* load its state"):
+                        use()
         weights.append(emb.weight.detach().clone())
     torch.testing.assert_close(*weights)
-
-
-def test_one_that_is_refused_leaves_the_table_to_another() -> None:
-    twins = Twins(case_named("adamw").make)
-    batches = twins.batches(6)
-    twins.train(batches[:3])
-    twins.zero_grad()
-    with pytest.raises(OptimizerError, match="evaluates the loss several times"):
-        torch.optim.LBFGS([twins.ours.weight]).step(lambda: twins.backward(*batches[3]))
-    twins.train(batches[3:])
-    twins.assert_same()
 
 
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -309,21 +295,6 @@ def test_a_table_that_an_optimizer_has_twice() -> None:
     with pytest.raises(OptimizerError, match="has weight twice among its parameters"):
         opt.step()
     assert torch.equal(emb.weight, before)
-
-
-def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
-    twins = Twins(case_named("adamw").make)
-    batches = twins.batches(6)
-    twins.train(batches[:3])
-    twins.ours.double()
-    twins.dense.double()
-    ids, target = batches[3]
-    squared_loss(twins.ours(ids), target.double()).backward()
-    with pytest.raises(OptimizerError, match=r"the table became torch\.float64"):
-        twins.opt.step()
-    twins.use(*twins.modules)
-    twins.train([(ids, target.double()) for ids, target in batches[3:]])
-    twins.assert_same()
 
 
 def _halve(_: object, given: dict) -> dict:

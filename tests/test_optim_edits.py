@@ -17,7 +17,8 @@ from cases import saved, take_step
 from lazy_oracle import Twins, exact
 from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn, optim
-from weight_world import assert_equal
+from weight_cases import Case, parse
+from weight_world import assert_equal, run_code
 
 import speedtransfer as st
 from speedtransfer.errors import OptimizerError
@@ -198,17 +199,13 @@ _SGD = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
 ONES = torch.ones(10, 2, dtype=torch.float64)
 
 
-def _same(state: State) -> State:
-    return state
-
-
 # By name: class, hyperparameters when it is saved and when it is loaded, what is in the state of each parameter then.
 LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
-    "amsgrad off": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}, _same),
-    "amsgrad on": (optim.Adam, {}, {"amsgrad": True}, _same),
-    "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, _same),
-    "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, _same),
-    "SGD momentum on": (optim.SGD, {}, _SGD, _same),
+    "amsgrad off": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}, dict),
+    "amsgrad on": (optim.Adam, {}, {"amsgrad": True}, dict),
+    "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, dict),
+    "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, dict),
+    "SGD momentum on": (optim.SGD, {}, _SGD, dict),
     "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": state["exp_avg"] + 1}),
     "a number of others": (optim.Adagrad, {}, {}, lambda state: state | {"third": torch.tensor(2.0)}),
     "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": state["exp_avg"] + 1}}),
@@ -376,27 +373,19 @@ def test_every_edit_as_dense(kind: str) -> None:
             check_edit(kind, *edit)
 
 
-def test_amsgrad_off_before_rows_are_touched_and_on_again() -> None:
-    """The second moments of rows that were trained meanwhile are larger than their largest so far."""
-    for edits in ({1: False, 23: True}, {9: False, 10: True}, {1: False, 20: True, 21: False, 24: True}):
-        check("Adam", {"amsgrad": True}, {step: {"amsgrad": value} for step, value in edits.items()})
-
-
 def test_state_that_no_factor_describes() -> None:
     """Norms above eps, the mean of the gradients while `centered` is off, step sizes between two bounds."""
     check("Adamax", {}, {7: {"eps": 1.0}, 15: {"eps": 1e-8}})
     check("RMSprop", {"centered": True}, {7: {"centered": False}, 15: {"centered": True}})
     check("Rprop", {}, {7: {"step_sizes": (1e-9, 1e-4)}, 8: {"step_sizes": (1e-6, 50)}})
-
-
-def test_a_second_average_that_forgets_fast_after_long() -> None:
-    """What steps add to a row becomes negligible, and matters again: each divides by less than the one before."""
+    # Second moments of rows that were trained meanwhile are larger than their largest so far.
+    for edits in ({1: False, 23: True}, {9: False, 10: True}, {1: False, 20: True, 21: False, 24: True}):
+        check("Adam", {"amsgrad": True}, {step: {"amsgrad": value} for step, value in edits.items()})
+    # What steps add to a row becomes negligible, and matters again: each divides by less than the one before.
     check("Adam", {"eps": 1e-30}, {330: {"betas": (0.9, 0.01)}}, 360)
 
 
 # --- of two tables ----------------------------------------------------------------------------------------------------
-
-Program = Callable[[Any], list[Tensor]]
 
 
 def two(kind: Any, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, optim.Optimizer, Callable[..., None]]:
@@ -413,58 +402,60 @@ def two(kind: Any, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, optim.
     return a, b, opt, steps
 
 
-def state_exchanged(kind: Any) -> list[Tensor]:
-    a, b, opt, steps = two(kind)
-    opt.state[a.weight], opt.state[b.weight] = opt.state[b.weight], opt.state[a.weight]
-    steps(0, 3)
-    x, y = opt.state[a.weight], opt.state[b.weight]
-    x["exp_avg"], y["exp_avg"] = y["exp_avg"], x["exp_avg"]
-    steps(1, 2)
-    return [a.weight, b.weight]
+# Each is run on tables of torch and on ours; its value is compared.
+PROGRAMS = parse(
+    "two tables",
+    """
+# state exchanged
+opt.state[a.weight], opt.state[b.weight] = opt.state[b.weight], opt.state[a.weight]
+steps(0, 3)
+x, y = opt.state[a.weight], opt.state[b.weight]
+x["exp_avg"], y["exp_avg"] = y["exp_avg"], x["exp_avg"]
+steps(1, 2)
+[a.weight, b.weight]
+
+# state kept over a load
+before = copy.deepcopy(opt.state_dict())
+steps(4)
+kept = opt.state[a.weight]["exp_avg"]
+opt.load_state_dict(before)
+steps(3)
+seen = kept.clone()
+kept.zero_()
+steps(3)
+[seen, a.weight, b.weight]
+
+# the gradient of another, once for all: as asynchronous actor-critics have it, of a shared model and a local one
+b.weight.grad, opt = None, torch.optim.SGD([b.weight], lr=0.1, momentum=0.9)
+for k in range(4):
+    a.load_state_dict(b.state_dict())
+    a.zero_grad(set_to_none=False)
+    a(torch.tensor([k, k + 1])).square().sum().backward()
+    if b.weight.grad is None:
+        b.weight.grad = a.weight.grad
+    opt.step()
+[b.weight]
+
+# the memory of another
+b = type(a).from_pretrained(a.weight.detach(), freeze=False)
+opts, seen = [torch.optim.SGD([each.weight], lr=0.1, momentum=0.9) for each in (a, b)], []
+for k in range(4):
+    take_step(opts[1], b(torch.tensor([k])).square().sum())
+    seen.append(a(torch.arange(6)))
+    if k > 1:
+        take_step(opts[0], a(torch.tensor([5 - k])).square().sum())
+[*seen, a.weight, b.weight]
+""",
+)
 
 
-def state_kept_over_a_load(kind: Any) -> list[Tensor]:
-    a, b, opt, steps = two(kind)
-    before = copy.deepcopy(opt.state_dict())
-    steps(4)
-    kept = opt.state[a.weight]["exp_avg"]
-    opt.load_state_dict(before)
-    steps(3)
-    seen = kept.clone()
-    kept.zero_()
-    steps(3)
-    return [seen, a.weight, b.weight]
-
-
-def gradient_of_another(kind: Any) -> list[Tensor]:
-    """As asynchronous actor-critics have it: the shared model has the gradient of a local one, once for all."""
-    local, shared, _, _ = two(kind)
-    shared.weight.grad, opt = None, optim.SGD([shared.weight], lr=0.1, momentum=0.9)
-    for k in range(4):
-        local.load_state_dict(shared.state_dict())
-        local.zero_grad(set_to_none=False)
-        local(torch.tensor([k, k + 1])).square().sum().backward()
-        if shared.weight.grad is None:
-            shared.weight.grad = local.weight.grad
-        opt.step()
-    return [shared.weight]
-
-
-def memory_of_another(kind: Any) -> list[Tensor]:
-    a, _, _, _ = two(kind)
-    b = kind.from_pretrained(a.weight.detach(), freeze=False)
-    opts, seen = [optim.SGD([each.weight], lr=0.1, momentum=0.9) for each in (a, b)], []
-    for k in range(4):
-        take_step(opts[1], b(torch.tensor([k])).square().sum())
-        seen.append(a(torch.arange(6)))
-        if k > 1:
-            take_step(opts[0], a(torch.tensor([5 - k])).square().sum())
-    return [*seen, a.weight, b.weight]
-
-
-@pytest.mark.parametrize("program", [state_exchanged, state_kept_over_a_load, gradient_of_another, memory_of_another])
-def test_of_two_tables(program: Program) -> None:
-    for ours, theirs in zip(program(st.Embedding), program(nn.Embedding), strict=True):
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
+def test_of_two_tables(program: Case) -> None:
+    found = []
+    for kind in (st.Embedding, nn.Embedding):
+        names = dict(zip(("a", "b", "opt", "steps"), two(kind), strict=True))
+        found.append(run_code(program.id, program.code, names | {"copy": copy, "torch": torch, "take_step": take_step}))
+    for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=0, atol=1e-7)
 
 

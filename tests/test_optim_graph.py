@@ -84,21 +84,6 @@ def decode(module: nn.Module, seed: int = 0, call: Callable[..., Tensor] = lambd
     return state.square().sum()
 
 
-def many(module: Any, optimizer: Any) -> None:
-    sum(decode(module, seed) for seed in range(20)).backward()
-
-
-def with_the_whole(module: Any, optimizer: Any) -> None:
-    (decode(module) + module.weight.square().sum() + decode(module, 1)).backward()
-
-
-def all_reentrant(module: Any, optimizer: Any) -> None:
-    def call(module: Any, ids: Tensor) -> Tensor:
-        return checkpoint(lambda _: module(ids), torch.zeros(1, requires_grad=True), use_reentrant=True)
-
-    decode(module, 0, call).backward()
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -117,9 +102,21 @@ def failed(module: Any, optimizer: Any) -> None:
     decode(module, 1).backward()
 
 
+def reentrant(module: Any, ids: Tensor) -> Tensor:
+    return checkpoint(lambda _: module(ids), torch.zeros(1, requires_grad=True), use_reentrant=True)
+
+
+PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+    "many": lambda module, _: sum(decode(module, seed) for seed in range(20)).backward(),
+    "with the whole": lambda module, _: (decode(module) + module.weight.square().sum() + decode(module, 1)).backward(),
+    "all reentrant": lambda module, _: decode(module, 0, reentrant).backward(),
+    "failed": failed,
+}
+
+
 @pytest.mark.parametrize("rows", [1 << 16, 8])
-@pytest.mark.parametrize("program", [many, with_the_whole, all_reentrant, failed])
-def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_many_lookups(program: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "MANY_ROWS", rows)
     weights = []
     for kind in (nn.Embedding, st.Embedding):
@@ -127,7 +124,7 @@ def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pyte
         module = kind(ROWS, DIM, dtype=torch.float64)
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
         # What is left of the first would show in a second step.
-        for part in (program, lambda module, optimizer: decode(module, 7).backward()):
+        for part in (PROGRAMS[program], lambda module, optimizer: decode(module, 7).backward()):
             part(module, optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -140,19 +137,23 @@ def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pyte
 NUM_ROWS, WIDTH = 7, 3
 
 
-def padded_gradient(index, sparse=False, changed=None):
+def padded_gradient(index):
     ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
     rows = torch.randn(len(ids), WIDTH, generator=torch.Generator().manual_seed(0)) - 5
     rows[ids == NUM_ROWS] = 0
     dense = torch.zeros(NUM_ROWS, WIDTH)
     dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
-    return RowGradient(NUM_ROWS, ids, rows, changed, sparse, known), dense
+    return RowGradient(NUM_ROWS, ids, rows, None, False, known), dense
 
 
 def _clipped(grad):
     param = torch.nn.Parameter(torch.zeros(NUM_ROWS, WIDTH))
     param.grad = grad
     return torch.nn.utils.clip_grad_norm_([param], 0.5)
+
+
+def dense_of(grad):
+    return grad.to_dense()
 
 
 READS = {
@@ -177,10 +178,6 @@ READS = {
     "times infinity": lambda g: dense_of(g * float("inf")),
     "times NaN": lambda g: dense_of(g * float("nan")),
 }
-
-
-def dense_of(grad):
-    return grad.to_dense() if isinstance(grad, RowGradient) else grad
 
 
 @pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(NUM_ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)

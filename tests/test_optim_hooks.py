@@ -20,10 +20,6 @@ def of_all_optimizers(module: Any, opt: Any, act: Act) -> list[Any]:
     return [register(lambda stepping, *_: act() if stepping is opt else None) for register in registers]
 
 
-def around_step(module: Any, opt: Any, act: Act) -> list[Any]:
-    return [opt.register_step_pre_hook(lambda *_: act()), opt.register_step_post_hook(lambda *_: act())]
-
-
 def output(module: Any, opt: Any, act: Act) -> list[Any]:
     return [module.register_forward_hook(lambda module, args, out: (out.register_hook(lambda grad: act()), None)[1])]
 
@@ -34,7 +30,7 @@ MOMENTS: dict[str, Callable[[Any, Any, Act], list[Any]]] = {
     "after step": lambda module, opt, act: [opt.register_step_post_hook(lambda *_: act())],
     "all optimizers": of_all_optimizers,
     # Where ours are already.
-    "late": around_step,
+    "late": lambda module, opt, act: [MOMENTS[f"{when} step"](module, opt, act)[0] for when in ("before", "after")],
     "gradient": lambda module, opt, act: [module.weight.register_hook(lambda grad: act())],
     "accumulated": lambda module, opt, act: [module.weight.register_post_accumulate_grad_hook(lambda param: act())],
     "output": output,

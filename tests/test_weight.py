@@ -99,25 +99,21 @@ def test_as_torch_in_every_setting(group: str) -> None:
 # --- random programs, see weight_programs.py --------------------------------------------------------------------------------
 
 
-def check_program(seed: int) -> None:
-    """Run the program of a seed; show what is left of it without the statements that do not matter."""
-    setting, watch = PROGRAM_SETTINGS[seed % len(PROGRAM_SETTINGS)], (seed + seed // len(PROGRAM_SETTINGS)) % 2 == 0
-    program = draw(seed)
-    outcome = run(program, setting, watch)
-    if outcome.kind == "differs":
-        program = shrink(program[: outcome.at + 1], setting, watch, "differs")
-        outcome = run(program, setting, watch)
-        pytest.fail(f"seed {seed}, {setting}, watch={watch}:\n" + "\n".join(program) + f"\n-> {outcome.text}")
-
-
 FEW, MANY = range(len(PROGRAM_SETTINGS)), range(2000)
 PARTS = [FEW[part::4] for part in range(4)]
 
 
 @pytest.mark.parametrize("seeds", [*PARTS, *(pytest.param(MANY[n::20], marks=pytest.mark.slow) for n in range(20))])
 def test_programs(seeds: range) -> None:
+    """Show what is left of a program that differs without the statements that do not matter."""
     for seed in seeds:
-        check_program(seed)
+        count = len(PROGRAM_SETTINGS)
+        setting, watch, program = PROGRAM_SETTINGS[seed % count], (seed + seed // count) % 2 == 0, draw(seed)
+        outcome = run(program, setting, watch)
+        if outcome.kind == "differs":
+            program = shrink(program[: outcome.at + 1], setting, watch, "differs")
+            outcome = run(program, setting, watch)
+            pytest.fail(f"seed {seed}, {setting}, watch={watch}:\n" + "\n".join(program) + f"\n-> {outcome.text}")
 
 
 @pytest.mark.parametrize(

@@ -219,17 +219,7 @@ with torch.no_grad():
     for i, row in enumerate(emb.weight):
         row.mul_(i / 40)
 
-# A write to a view kept in a variable
-w = emb.weight.data
-w[5] = 1.5
-w.mul_(2)
-
 emb.load_state_dict({"weight": full})
-
-# Replace some of the state dict
-state = emb.state_dict()
-state["weight"][3] = 7.0
-emb.load_state_dict(state)
 
 # Soft target update
 target = copy.deepcopy(emb)

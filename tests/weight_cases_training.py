@@ -95,14 +95,6 @@ emb.num_embeddings = len(emb.weight)
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
 
-# Share one weight between two embeddings
-twin = Embedding(40, 6)
-twin.weight = emb.weight
-model.twin = twin
-(twin(ids).sum() + loss()).backward()
-opt.step()
-twin.weight is emb.weight, len(list(model.parameters())), twin(ids), emb(ids)
-
 # lm_head.weight = emb.weight
 lm_head = nn.Linear(6, 40, bias=False)
 lm_head.weight = emb.weight
@@ -137,16 +129,6 @@ opt = make_opt([query, items.weight])
 opt.add_param_group({"params": [emb.weight], "lr": 0.02})
 step()
 
-# Two optimizers
-opt = make_opt([emb.weight])
-other = make_opt([items.weight, query])
-for _ in range(3):
-    opt.zero_grad()
-    other.zero_grad()
-    loss().backward()
-    opt.step()
-    other.step()
-
 # A subclass with its own reset_parameters
 class Scaled(Embedding):
     def reset_parameters(self):
@@ -171,27 +153,8 @@ opt = make_opt(model.parameters())
 opt.step()
 emb.weight[3]
 
-# EmbeddingBag
-bag = EmbeddingBag(40, 6, mode="sum")
-nn.init.uniform_(bag.weight, -0.1, 0.1)
-model.bag = bag
-opt = make_opt(model.parameters())
-for _ in range(3):
-    opt.zero_grad()
-    (loss() + bag(ids).square().sum() + bag.weight.norm()).backward()
-    opt.step()
-bag.weight, bag(ids), (query @ bag.weight.T).shape, F.embedding_bag(ids, bag.weight)
-
 # State of the optimizer
 opt.state[emb.weight] if emb.weight in opt.state else None
-
-# weight_norm
-# refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
-model.emb = emb = nn.utils.parametrizations.weight_norm(Embedding(40, 6))
-opt = make_opt(model.parameters())
-for _ in range(2):
-    step()
-emb.weight, sorted(name for name, _ in emb.named_parameters())
 
 # A parametrization
 class Double(nn.Module):
@@ -202,12 +165,6 @@ opt = make_opt(model.parameters())
 step()
 nn.utils.parametrize.remove_parametrizations(emb, "weight")
 opt = make_opt(model.parameters())
-emb.weight
-
-# Orthogonal
-nn.utils.parametrizations.orthogonal(emb)
-opt = make_opt(model.parameters())
-step()
 emb.weight
 
 # The old spectral_norm
@@ -237,16 +194,6 @@ del emb.weight
 hasattr(emb, "weight"), list(emb.parameters())
 emb.weight = weight
 emb.weight is weight
-
-# A flat buffer of gradients
-flat = torch.zeros(240)
-emb.weight.grad = flat.view(40, 6)
-for shift in range(3):
-    flat.zero_()
-    emb((ids + shift) % 40).pow(2).sum().backward()
-    flat.mul_(0.5)
-    opt.step()
-flat
 
 # The weight before goes on with its optimizer
 # refused (copies): the rows are those of the weight in its place
@@ -314,19 +261,6 @@ for _ in range(3):
     for p in model.parameters():
         p.data = p.data - 0.1 * p.grad
         p.grad = None
-
-# An optimizer of four lines
-class Plain(torch.optim.Optimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"])
-opt = Plain(model.parameters(), 0.1)
-step()
 
 # SAM with the old weights kept
 for _ in range(3):
@@ -431,10 +365,26 @@ out.backward(retain_graph=True)
 out.backward()
 emb.weight.grad, bag.weight.grad.to_dense()
 
+# Zeros for one without a gradient
+try:
+    torch.autograd.grad(emb(ids).sum(), [emb.weight], materialize_grads=True, allow_unused=False)
+except ValueError as error:
+    said = str(error)
+said, torch.autograd.grad(emb(ids).sum(), [emb.weight, items.weight], materialize_grads=True)
+
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
     out = emb(ids)
 out.dtype, out
+
+# A gradient in columns is made to lie like the weight: fused kernels read rows one after the other
+for fused in (False, True):
+    own = torch.optim.AdamW(emb.parameters(), lr=0.05, fused=fused)
+    own.zero_grad()
+    torch.einsum("qd,nd->qn", query, emb.weight).square().sum().backward()
+    assert emb.weight.grad.is_contiguous()
+    own.step()
+opt = make_opt(model.parameters())
 
 # What a lookup gave outlives the step
 out = emb(ids)

@@ -93,6 +93,7 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         # Of each process its own.
         self.generator = torch.Generator().manual_seed(100 * seed + self.rank)
+        self.objects: dict[str, Any] = {"scheduler": self.scheduler, "generator": self.generator}
         for each in (random.seed, np.random.seed, torch.manual_seed):
             each(1000 * seed + self.rank)
         self.done, self.note = 0, ""
@@ -118,13 +119,12 @@ class Job:
         return self
 
     def save(self, path: Path) -> Job:
-        objects = {"scheduler": self.scheduler, "generator": self.generator}
-        st.save_checkpoint(path, self.net, self.optimizer, extra={"done": self.done, "note": self.note}, **objects)
+        extra = {"done": self.done, "note": self.note}
+        st.save_checkpoint(path, self.net, self.optimizer, extra=extra, **self.objects)
         return self
 
     def load(self, path: Path) -> Job:
-        objects = {"scheduler": self.scheduler, "generator": self.generator}
-        self.done = st.load_checkpoint(path, self.net, self.optimizer, **objects)["done"]
+        self.done = st.load_checkpoint(path, self.net, self.optimizer, **self.objects)["done"]
         return self
 
     def planes(self) -> dict[str, Tensor]:

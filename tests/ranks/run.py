@@ -15,6 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import pytest
 from forked import fork_server
 
 from ranks.worker import Reply, serve
@@ -29,6 +30,16 @@ class RankError(AssertionError):
 
 class DeadRankError(RuntimeError):
     """The process of a rank ended within the function."""
+
+
+def on(world: int, **limits: float) -> Callable[[Any], Any]:
+    """Have each of `world` ranks make a test, in processes of its own; `limits` are those of `Ranks`."""
+
+    def marked(test: Any) -> Any:
+        test.ranks = world, limits
+        return pytest.mark.usefixtures("pool")(test)
+
+    return marked
 
 
 class Pool:

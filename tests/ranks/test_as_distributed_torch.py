@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,233 +11,179 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.algorithms.join import Join
-from torch.distributed.device_mesh import init_device_mesh
+from weight_cases import Case, parse
+from weight_world import run_code
 
 import speedtransfer as st
+from ranks import pair
 from ranks.pair import DIM, ROWS, Net, ids, squares, table, told, wrap
+from ranks.run import on
 
-PROGRAMS: dict[str, Callable[..., Any]] = {}
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "cached": {"cache_rows": 8},
     "encoded": {"storage_dtype": torch.bfloat16, "dtype": torch.float32},
 }
+# Each is run on a net of torch and on ours; `wrapped` makes its wrapper.
+PROGRAMS = parse(
+    "distributed",
+    """
+# gradients averaged by hand
+backward(net)
+for param in net.parameters():
+    dist.all_reduce(param.grad)
+    param.grad /= dist.get_world_size()
+opt.step()
+backward(net, 1)
+works = [dist.all_reduce(param.grad, async_op=True) for param in net.parameters()]
+for work in works:
+    work.wait()
+opt.step()
 
+# gradients of rank 0
+backward(net)
+for param in net.parameters():
+    dist.broadcast(param.grad.data, 0)
+opt.step()
 
-def program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function of a net, its optimizer and a wrapper run on both."""
-    PROGRAMS[function.__name__] = function
-    return function
+# averaged by a hook
+def mean(grad):
+    total = grad.clone()
+    dist.all_reduce(total)
+    return total / 2
+net.emb.weight.register_hook(mean)
+backward(net)
+opt.step()
+
+# gathered
+backward(net)
+found = [torch.zeros_like(net.emb.weight.grad.to_dense()) for _ in range(2)]
+dist.all_gather(found, net.emb.weight.grad)
+net.emb.weight.grad.copy_(found[0] - 2 * found[1])
+opt.step()
+
+# zero_grad after no_sync; a gradient that is kept goes on being the gradient
+ddp = wrapped()
+with ddp.no_sync():
+    backward(ddp)
+    net.emb.weight.grad.mul_(0.5)
+opt.zero_grad()
+backward(ddp, 1)
+opt.step()
+
+# a step in no_sync
+ddp = wrapped()
+with ddp.no_sync():
+    backward(ddp)
+opt.step()
+opt.zero_grad()
+backward(ddp, 1)
+opt.step()
+
+# scaled in no_sync
+ddp = wrapped()
+with ddp.no_sync():
+    backward(ddp)
+    grad = net.emb.weight.grad
+    nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
+backward(ddp, 1)
+assert grad is net.emb.weight.grad
+grad.mul_(2)
+opt.step()
+
+# without the wrapper
+ddp = wrapped()
+backward(ddp)
+backward(ddp.module, 1)
+opt.step()
+opt.zero_grad()
+if dist.get_rank() == 0:
+    backward(ddp.module, 2)
+backward(ddp, 3)
+opt.step()
+
+# two backwards of a forward
+ddp = wrapped()
+loss = squares(ddp, ids())
+loss.backward(retain_graph=True)
+loss.backward()
+opt.step()
+
+# unused after no_sync: whether the first and the last batch use the table, in each process
+ddp = wrapped(find_unused_parameters=True)
+for first, last in (((True, True), (False, True)), ((True, True), (False, False)), ((True, False), (False, False))):
+    with ddp.no_sync():
+        ddp(ids(), first[dist.get_rank()]).square().sum().backward()
+    ddp(ids(1), last[dist.get_rank()]).square().sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+# a forward in no_sync after one that syncs
+ddp = wrapped()
+for both in (True, False):
+    queries = squares(ddp, ids())
+    with ddp.no_sync():
+        keys = squares(ddp, ids(1))
+    (queries * keys / 64 if both else queries).backward()
+    opt.step()
+    opt.zero_grad()
+
+# replicate, which makes the wrapper with the first forward
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+    replicate(net)
+    for step in range(2):
+        backward(net, step)
+        opt.step()
+        opt.zero_grad()
+
+# a group after another
+group = dist.new_group()
+backward(wrapped(process_group=group))
+opt.step()
+opt.zero_grad()
+dist.destroy_process_group(group)
+backward(wrapped(), 1)
+opt.step()
+
+# rows of rank 1
+with torch.no_grad():
+    net.emb.weight.add_(dist.get_rank())
+    for param in net.parameters():
+        dist.broadcast(param.data, 1)
+
+# rows averaged
+backward(net)
+opt.step()
+for param in net.parameters():
+    dist.all_reduce(param.data, async_op=True).wait()
+    param.data /= 2
+""",
+)
 
 
 def backward(model: Any, step: int = 0) -> None:
     squares(model, ids(step)).backward()
 
 
-# --- gradients by hand ------------------------------------------------------------------------------------------------------
-
-
-@program
-def averaged(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    backward(net)
-    for param in net.parameters():
-        dist.all_reduce(param.grad)
-        param.grad /= dist.get_world_size()
-    opt.step()
-    backward(net, 1)
-    works = [dist.all_reduce(param.grad, async_op=True) for param in net.parameters()]
-    for work in works:
-        work.wait()
-    opt.step()
-
-
-@program
-def of_rank_0(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    backward(net)
-    for param in net.parameters():
-        dist.broadcast(param.grad.data, 0)
-    opt.step()
-
-
-@program
-def averaged_by_a_hook(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    def mean(grad: Tensor) -> Tensor:
-        total = grad.clone()
-        dist.all_reduce(total)
-        return total / 2
-
-    net.emb.weight.register_hook(mean)
-    backward(net)
-    opt.step()
-
-
-@program
-def gathered(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    backward(net)
-    found = [torch.zeros_like(net.emb.weight.grad.to_dense()) for _ in range(2)]
-    dist.all_gather(found, net.emb.weight.grad)
-    net.emb.weight.grad.copy_(found[0] - 2 * found[1])
-    opt.step()
-
-
-# --- within and beside the wrapper ------------------------------------------------------------------------------------------
-
-
-@program
-def zero_grad_after_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    ddp = model()
-    with ddp.no_sync():
-        backward(ddp)
-        # One that is kept goes on being the gradient.
-        net.emb.weight.grad.mul_(0.5)
-    opt.zero_grad()
-    backward(ddp, 1)
-    opt.step()
-
-
-@program
-def a_step_in_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    ddp = model()
-    with ddp.no_sync():
-        backward(ddp)
-    opt.step()
-    opt.zero_grad()
-    backward(ddp, 1)
-    opt.step()
-
-
-@program
-def scaled_in_no_sync(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    ddp = model()
-    with ddp.no_sync():
-        backward(ddp)
-        grad = net.emb.weight.grad
-        nn.utils.clip_grad_norm_(net.parameters(), 0.1 * (1 + dist.get_rank()))
-    backward(ddp, 1)
-    assert grad is net.emb.weight.grad
-    grad.mul_(2)
-    opt.step()
-
-
-@program
-def without_the_wrapper(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    ddp = model()
-    backward(ddp)
-    backward(ddp.module, 1)
-    opt.step()
-    opt.zero_grad()
-    if dist.get_rank() == 0:
-        backward(ddp.module, 2)
-    backward(ddp, 3)
-    opt.step()
-
-
-@program
-def two_backwards_of_a_forward(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    ddp = model()
-    loss = squares(ddp, ids())
-    loss.backward(retain_graph=True)
-    loss.backward()
-    opt.step()
-
-
-@program
-def unused_after_no_sync(net: Net, opt: Any, model: Callable[..., Any]) -> None:
-    ddp = model(find_unused_parameters=True)
-    # Whether the first and the last batch use the table, in each process.
-    for first, last in (((True, True), (False, True)), ((True, True), (False, False)), ((True, False), (False, False))):
-        with ddp.no_sync():
-            ddp(ids(), first[dist.get_rank()]).square().sum().backward()
-        ddp(ids(1), last[dist.get_rank()]).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
-
-
-@program
-def a_forward_in_no_sync_after_one_that_syncs(net: Net, opt: Any, model: Callable[..., Any]) -> None:
-    ddp = model()
-    for both in (True, False):
-        queries = squares(ddp, ids())
-        with ddp.no_sync():
-            keys = squares(ddp, ids(1))
-        (queries * keys / 64 if both else queries).backward()
-        opt.step()
-        opt.zero_grad()
-
-
-@program
-def replicated(net: Net, opt: Any, model: Callable[..., Any]) -> None:
-    with warnings.catch_warnings():
-        # It makes the wrapper with the first forward.
-        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-        replicate(net)
-        for step in range(2):
-            backward(net, step)
-            opt.step()
-            opt.zero_grad()
-
-
-@program
-def a_group_after_another(net: Net, opt: Any, model: Callable[..., Any]) -> None:
-    group = dist.new_group()
-    backward(model(process_group=group))
-    opt.step()
-    opt.zero_grad()
-    dist.destroy_process_group(group)
-    backward(model(), 1)
-    opt.step()
-
-
-def too_late() -> list[str]:
-    plain = wrap(Net(nn.Embedding(ROWS, DIM)))
-    ddp = wrap(Net(st.Embedding(ROWS, DIM)))
-    return [told(lambda: st.replace_embeddings(plain, min_rows=0)), told(lambda: Join([ddp]))]
-
-
-def test_what_the_wrapper_would_not_know(two):
-    for replaced, joined in two(too_late):
-        assert "replace the embeddings first" in replaced
-        assert "st.equal_steps(loader)" in joined
-
-
-# --- rows by hand -----------------------------------------------------------------------------------------------------------
-
-
-@program
-def rows_of_rank_1(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    with torch.no_grad():
-        net.emb.weight.add_(dist.get_rank())
-        for param in net.parameters():
-            dist.broadcast(param.data, 1)
-
-
-@program
-def rows_averaged(net: Net, opt: Any, model: Callable[[], Any]) -> None:
-    backward(net)
-    opt.step()
-    for param in net.parameters():
-        dist.all_reduce(param.data, async_op=True).wait()
-        param.data /= 2
-
-
-def rows(make: Callable[..., Any], name: str, **options: Any) -> Tensor:
+def rows(make: Callable[..., Any], program: Case, **options: Any) -> Tensor:
     torch.manual_seed(3)
     net = Net(make(ROWS, DIM, **options))
     with torch.no_grad():
         net.emb.weight.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM) / 256)
-    PROGRAMS[name](net, torch.optim.SGD(net.parameters(), lr=0.125), functools.partial(wrap, net))
+    names = {"backward": backward, "replicate": replicate, "net": net, "wrapped": functools.partial(wrap, net)}
+    names["opt"] = torch.optim.SGD(net.parameters(), lr=0.125)
+    run_code(program.id, program.code, vars(pair) | names)
     return net.emb.weight.detach().clone()
 
 
 def distances(options: dict[str, Any]) -> dict[str, float]:
+    found = {}
     with torch.autograd.set_multithreading_enabled(False):
-        return {
-            name: float(
-                (rows(st.Embedding, name, **options) - rows(nn.Embedding, name, dtype=options["dtype"])).abs().max()
-            )
-            for name in PROGRAMS
-        }
+        for program in PROGRAMS:
+            ours, theirs = rows(st.Embedding, program, **options), rows(nn.Embedding, program, dtype=options["dtype"])
+            found[program.title] = float((ours - theirs).abs().max())
+    return found
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))
@@ -248,7 +193,8 @@ def test_as_torch(two, options):
         assert {name: far for name, far in found.items() if not far < most} == {}
 
 
-def sent_both_ways() -> tuple[bool, str]:
+@on(2)
+def test_rows_are_sent_both_ways_at_once() -> None:
     """Neither waits for the other's receipt, and rows of which there is a copy are not received in passing."""
     other, got = 1 - dist.get_rank(), torch.empty(ROWS, DIM)
     theirs = torch.full((ROWS, DIM), float(other))
@@ -256,54 +202,27 @@ def sent_both_ways() -> tuple[bool, str]:
     works = [dist.isend(emb.weight.data, other), dist.irecv(got, other)]
     for work in works:
         work.wait()
-    return torch.equal(got, theirs), told(lambda: dist.irecv(emb.weight.data, other))
-
-
-def test_rows_are_sent_both_ways_at_once(two):
-    for came, said in two(sent_both_ways):
-        assert came
-        assert "receive into a tensor, and copy it" in said
+    assert torch.equal(got, theirs)
+    assert "receive into a tensor, and copy it" in told(lambda: dist.irecv(emb.weight.data, other))
 
 
 # --- what the processes have to share ---------------------------------------------------------------------------------------
 
 
-def loaded_by_rank_0() -> str:
+@on(2)
+def test_rows_that_one_process_has_loaded() -> None:
     emb = table("sharded")
     if dist.get_rank() == 0:
         emb.load_state_dict({"weight": torch.full((ROWS, DIM), 2.0)})
-    return told(lambda: emb(ids()))
+    assert "the processes differ" in told(lambda: emb(ids()))
 
 
-def test_rows_that_one_process_has_loaded(two):
-    assert all("the processes differ" in each for each in two(loaded_by_rank_0))
-
-
-def given(kind: str) -> float:
+@pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
+@on(2)
+def test_rows_that_are_given_are_those_of_rank_0(kind: str) -> None:
     values = torch.arange(ROWS * DIM).view(ROWS, DIM) * 2.0 ** dist.get_rank()
     options: dict[str, Any] = {"memory": "shared"} if kind == "shared" else {}
     if kind == "vocabulary":
         options["vocabulary"] = st.Vocabulary()
     made = st.Embedding.from_pretrained(values, process_group="world", **options)
-    return float((made(ids()) - (torch.arange(ROWS * DIM).view(ROWS, DIM))[ids()]).abs().max())
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
-def test_rows_that_are_given_are_those_of_rank_0(two, kind):
-    assert two(given, kind) == [0, 0]
-
-
-def hybrid() -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
-    net = Net(st.Embedding(ROWS, DIM, dtype=torch.float64, process_group=mesh["parts"]))
-    fully_shard(net, mesh=mesh, ignored_params=st.table_parameters(net))
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    backward(net)
-    return told(opt.step)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
-def test_hybrid_sharding_over_more_processes_than_the_table(two):
-    assert all("copies of its rows would drift apart" in each for each in two(hybrid))
+    assert torch.equal(made(ids()), torch.arange(ROWS * DIM).view(ROWS, DIM)[ids()].to(made.weight.dtype))

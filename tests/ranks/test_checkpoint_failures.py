@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import flip
 
 from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError
@@ -75,51 +77,32 @@ def refuse(path: Path, folders: list[str]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("damage", "role", "folders"),
-    [
-        ("flip", "rows-1", "00"),
-        ("flip", "objects", "00"),
-        ("cut", "rows-2", "00"),
-        ("remove", "rows-0", "00"),
-        ("remove", "model", "00"),
-        # Processes with copies of the checkpoint on disks of their own.
-        ("flip", "model", "01"),
-        ("flip", "rows-0", "01"),
-    ],
+# At the end of processes with copies of the checkpoint on disks of their own.
+DAMAGES = (
+    "flip rows-1 00, flip objects 00, cut rows-2 00, remove rows-0 00, remove model 00, flip model 01, flip rows-0 01"
 )
-def test_damage_is_refused_by_all(role, damage, folders, two, three, tmp_path):
+
+
+@pytest.mark.parametrize("case", DAMAGES.split(", "))
+def test_damage_is_refused_by_all(case, two, three, tmp_path):
+    damage, role, folders = case.split()
     three(save_then_draw, tmp_path / "0")
     shutil.copytree(tmp_path / "0", tmp_path / "1")
     files = json.loads((tmp_path / "0" / "manifest.json").read_text())["files"]
     file = tmp_path / folders[1] / files[role]["name"]
-    raw = bytearray(file.read_bytes())
-    if damage == "flip":
-        raw[-5] ^= 1
-    file.write_bytes(raw[:-1] if damage == "cut" else raw)
-    if damage == "remove":
-        file.unlink()
     words = ["cannot open" if damage == "remove" else r"has \d+ bytes but"] * 2
-    if damage == "flip":
+    if damage == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif damage == "remove":
+        file.unlink()
+    else:
+        flip(tmp_path, f"{folders[1]}/{file.name}")
         # One checks the bytes of each file, or each those of its copy.
         finder = list(files).index(role) % 2 if folders == "00" else 1
         words = [f"rank {finder} failed where it loads"] * 2
         words[finder] = "does not have the checksum"
     for said, word in zip(two(refuse, tmp_path, list(folders)), words, strict=True):
         assert re.search(word, said), said
-
-
-def save_where_each_has_a_store() -> str:
-    job = Job(EXACT)
-    with pytest.raises((StorageError, ProcessGroupError)) as raised:
-        job.save("memory://run")
-    return str(raised.value)
-
-
-def test_a_store_of_each_process_is_refused(two):
-    first, second = two(save_where_each_has_a_store)
-    assert "is not there as it was written; give all processes a store that they share" in first
-    assert "rank 0 failed where it saves" in second
 
 
 def load_while_saved(path: Path) -> list:
@@ -156,19 +139,15 @@ LIVES = {
 }
 
 
-def run_life(path: Path, life: int, kills: list[str]) -> dict:
-    return run(path, 6, *kills, life=life)
-
-
 @pytest.mark.parametrize("lives", ["in a save", *(pytest.param(it, marks=pytest.mark.slow) for it in [*LIVES][1:])])
 def test_killed_and_started_anew(lives, two, tmp_path):
     kills = LIVES[lives]
     whole = two(run, tmp_path / "whole", 6)[0]
     for life, kill in enumerate(kills):
-        ends = two.fails(run_life, tmp_path / "point", life, kills, timeout=6)
+        ends = two.fails(functools.partial(run, tmp_path / "point", 6, *kills, life=life), timeout=6)
         killed = int(kill[0])
         assert isinstance(ends[killed], DeadRankError)
         assert isinstance(ends[1 - killed], RuntimeError)
     assert (tmp_path / "point" / "manifest.json").exists()
-    assert_alike(two(run_life, tmp_path / "point", len(kills), kills)[0], whole)
+    assert_alike(two(run, tmp_path / "point", 6)[0], whole)
     assert len(os.listdir(tmp_path / "point")) == 6

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import speedtransfer as st
 from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 from ranks.pair import Pair, ids, rows_of, squares, table, told
+from ranks.run import on
 from speedtransfer.errors import InvalidTypeError, RowIndexError
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -92,27 +93,29 @@ def test_what_takes_ids_for_row_numbers_is_refused():
         module(torch.tensor([7, 8]))
 
 
-def in_two_processes() -> str:
+@on(2)
+def test_listed_ids_that_processes_share_out() -> None:
     module = module_of("listed_ids", LISTED).listed(table("sharded", len(IDS), 4), IDS, 3)
     wanted = nn.Embedding(len(IDS), 4, padding_idx=int(number(torch.tensor(3))), dtype=torch.float64)
     wanted.weight.data.copy_(rows_of(module))
     by_ids = lambda each, ids: squares(each, ids if each is module else number(ids))  # noqa: E731
     pair = Pair(module, wanted, loss=by_ids, batch=lambda step, rank: BATCHES[(step + rank) % 3])
     assert pair.train(0, 1, 2) < 1e-12
-    return told(lambda: module(torch.tensor([3, 8 if dist.get_rank() else 7])))
-
-
-def test_listed_ids_that_processes_share_out(two):
-    first, second = two(in_two_processes)
-    assert first.startswith("ProcessGroupError: rank 1 refused its ids")
-    assert second == "RowIndexError: id 8 is not in the list; add it, or leave it out of the batch"
+    said = told(lambda: module(torch.tensor([3, 8 if dist.get_rank() else 7])))
+    words = [
+        "ProcessGroupError: rank 1 refused its ids",
+        "RowIndexError: id 8 is not in the list; add it, or leave it out",
+    ]
+    assert said.startswith(words[dist.get_rank()])
 
 
 # --- averaged copies ------------------------------------------------------------------------------------------------------
 
 
-def apart(steps: int, period: int) -> float:
-    """Return how far copies are from those of torch, which train apart and are averaged."""
+@pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
+@on(2)
+def test_averaged_copies(steps: int, period: int) -> None:
+    """As copies of torch, which train apart and are averaged."""
     torch.manual_seed(dist.get_rank())
     module = st.Embedding(50, 4, dtype=torch.float64)
     module = module_of("averaged_copies", AVERAGED).averaged(module, dist.group.WORLD, period)
@@ -125,12 +128,7 @@ def apart(steps: int, period: int) -> float:
         if (step + 1) % period == 0:
             dist.all_reduce(own.weight.data)
             own.weight.data /= 2
-    return float((module.weight.detach() - own.weight.detach()).abs().max())
-
-
-@pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
-def test_averaged_copies(two, steps, period):
-    assert max(two(apart, steps, period)) < 1e-10
+    torch.testing.assert_close(module.weight.detach(), own.weight.detach(), rtol=0, atol=1e-10)
 
 
 # --- examples/compressed_exchange.py: what is not sent is kept; block momentum beside its formula ---------------------
@@ -149,30 +147,20 @@ class Pulls(nn.Module):
         return sum((weight * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
 
 
-def gradients(steps: range, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in steps]
-    return [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
-
-
-def pull(state: OneBitState, steps: list[list[Tensor]]) -> tuple[nn.Module, list[list[Tensor]]]:
-    """Return the module, and the gradients of each step as the hook returned them."""
+@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
+@on(3)
+def test_what_one_bit_does_not_send_it_keeps(dtype: torch.dtype, margin: float) -> None:
+    draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in range(6)]
+    steps = [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
     # In several buckets, which are others after the first step.
-    ddp = DistributedDataParallel(Pulls(steps[0][0].dtype), bucket_cap_mb=1e-4)
+    state, ddp = OneBitState(start_step=2), DistributedDataParallel(Pulls(dtype), bucket_cap_mb=1e-4)
     ddp.register_comm_hook(state, one_bit_hook)
-    received = []
+    received, worst, most = [], 0.0, 0.0
     for grads in steps:
         ddp.zero_grad()
         ddp(grads).backward()
         received.append([weight.grad.clone() for weight in ddp.module.weights])
-    return ddp.module, received
-
-
-def balance(dtype: torch.dtype) -> tuple[float, float]:
-    """Return how far what came and what is kept differ from what was given, and the most that is kept."""
-    state, steps = OneBitState(start_step=2), gradients(range(6), dtype)
-    module, received = pull(state, steps)
-    worst, most = 0.0, 0.0
-    for place, weight in enumerate(module.weights):
+    for place, weight in enumerate(ddp.module.weights):
         if weight.numel():
             kept = state.errors[state.numbers([weight])[0]].view(weight.shape)
             given = sum(grads[place].double() for grads in steps) - kept
@@ -180,14 +168,8 @@ def balance(dtype: torch.dtype) -> tuple[float, float]:
             came = sum(grads[place].double() for grads in received)
             worst = max(worst, (came - given / dist.get_world_size()).abs().max().item())
             most = max(most, kept.abs().max().item())
-    return worst, most
-
-
-@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
-def test_what_one_bit_does_not_send_it_keeps(three, dtype, margin):
-    for worst, most in three(balance, dtype):
-        assert worst < margin
-        assert 0.5 < most < 10
+    assert worst < margin
+    assert 0.5 < most < 10
 
 
 # --- block momentum -------------------------------------------------------------------------------------------------------
@@ -209,7 +191,9 @@ def expected(momentum: float, steps: int) -> list[float]:
     return found
 
 
-def average(momentum: float) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@on(3)
+def test_moves_by_the_formula(momentum: float) -> None:
     weight, table = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), st.Embedding(3, 2)
     table.table.torch().fill_(dist.get_rank())
     averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)
@@ -223,8 +207,3 @@ def average(momentum: float) -> None:
     assert found == pytest.approx(expected(momentum, 8))
     # A table has averages of its own.
     assert table.table.torch().eq(dist.get_rank()).all()
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_moves_by_the_formula(three, momentum):
-    three(average, momentum)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import take_step
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
@@ -94,30 +96,21 @@ def expected(kind: str, tables: Tables, world: int, rank: int, step: int, traini
     return (shared_step if kind == "shared" else replicas_step)(counts, world)
 
 
-def sent(traffic) -> StepCost:
-    return StepCost(**dataclasses.asdict(traffic))
-
-
-def since(before: StepCost, after: StepCost) -> StepCost:
-    return StepCost(*(b - a for a, b in zip(dataclasses.astuple(before), dataclasses.astuple(after), strict=True)))
-
-
-def moved(embs) -> tuple[int, int]:
+def so_far(embs) -> StepCost:
+    """What has been sent and moved."""
+    sent = StepCost(**dataclasses.asdict(exchange_of(dist.group.WORLD).traffic))
     stats = [(emb.table.local if hasattr(emb.table, "local") else emb.table).stats() for emb in embs]
-    return sum(s.gathered_bytes for s in stats), sum(s.scattered_bytes for s in stats)
+    up, down = sum(s.gathered_bytes for s in stats), sum(s.scattered_bytes for s in stats)
+    return dataclasses.replace(sent, bus_up=up, bus_down=down)
 
 
 def watch(embs, step_of, steps: int = 3) -> list[StepCost]:
     """What each step after the first sends and moves."""
-    traffic = exchange_of(dist.group.WORLD).traffic
-    found, before = [], (sent(traffic), moved(embs))
+    counts = [dataclasses.astuple(so_far(embs))]
     for step in range(steps):
         step_of(step)
-        after = sent(traffic), moved(embs)
-        up, down = (b - a for a, b in zip(before[1], after[1], strict=True))
-        found.append(dataclasses.replace(since(before[0], after[0]), bus_up=up, bus_down=down))
-        before = after
-    return found[1:]
+        counts.append(dataclasses.astuple(so_far(embs)))
+    return [StepCost(*np.subtract(after, before).tolist()) for before, after in itertools.pairwise(counts[1:])]
 
 
 class Sum(torch.nn.Module):
@@ -130,21 +123,15 @@ class Sum(torch.nn.Module):
         return found * self.dense(torch.ones(1, 1)).sum().to(found)
 
 
-def run(kind: str, tables: Tables) -> tuple[list[StepCost], StepCost]:
-    embs = tables.made(kind)
-    model = wrap(Sum(embs)) if kind == "replicas" else Sum(embs)
-    opt = torch.optim.AdamW(model.parameters())
-
-    def step_of(step: int) -> None:
-        opt.zero_grad()
-        model(step).backward()
-        opt.step()
-
-    return watch(embs, step_of), watch(embs, torch.no_grad()(lambda step: model(9)), 2)[0]
-
-
-def run_all(kind: str, names: list[str]) -> dict[str, tuple[list[StepCost], StepCost]]:
-    return {name: run(kind, CASES[name]) for name in names}
+def run(kind: str, names: list[str]) -> dict[str, tuple[list[StepCost], StepCost]]:
+    found = {}
+    for name in names:
+        embs = CASES[name].made(kind)
+        model = wrap(Sum(embs)) if kind == "replicas" else Sum(embs)
+        opt = torch.optim.AdamW(model.parameters())
+        steps = watch(embs, lambda step, opt=opt, model=model: take_step(opt, model(step)))
+        found[name] = steps, watch(embs, torch.no_grad()(lambda step, model=model: model(9)), 2)[0]
+    return found
 
 
 def sent_of(cost: StepCost) -> StepCost:
@@ -161,7 +148,7 @@ def sent_of(cost: StepCost) -> StepCost:
     ],
 )
 def test_cost_of_a_step(pool, kind, world, names):
-    for rank, cases in enumerate(pool.of(world)(run_all, kind, names)):
+    for rank, cases in enumerate(pool.of(world)(run, kind, names)):
         for name, (steps, evaluation) in cases.items():
             tables = CASES[name]
             for number, found in enumerate(steps, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -12,38 +13,34 @@ import pytest
 import torch
 import torch.distributed as dist
 from sweeps import few
-from test_merge import files_of
 from torch import nn
 
 import speedtransfer as st
 from ranks.pair import told
-from ranks.run import DeadRankError
+from ranks.run import DeadRankError, on
+from ranks.test_deltas_ranks import check_followed, lead
 from speedtransfer.checkpoint import apply_deltas, save_deltas
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.tables import files
 from speedtransfer.vocabulary import owners_of
 
-FORMS: dict[str, dict[str, Any]] = {
-    "lazy": {"idle": "lazy"},
-    "exact": {"idle": "exact", "padding_idx": 7},
-    "int8": {"storage_dtype": torch.int8, "idle": "lazy"},
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "lazy": {"evict": "lru", "max_capacity": 60},
-    "exact": {"unseen": "row", "admit": 2, "max_capacity": 400},
-    "int8": {"max_capacity": 400},
+# Options of the module, and of its vocabulary.
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lazy": ({"idle": "lazy"}, {"evict": "lru", "max_capacity": 60}),
+    "exact": ({"idle": "exact", "padding_idx": 7}, {"unseen": "row", "admit": 2, "max_capacity": 400}),
+    "int8": ({"storage_dtype": torch.int8, "idle": "lazy"}, {"max_capacity": 400}),
 }
 
 
 class Ids(nn.Module):
     """Rows of ids, some of which go, of one feature and of two; and what is the same in all processes."""
 
-    def __init__(self, form: str, group: bool, **settings: Any) -> None:
-        torch.manual_seed(0)
+    def __init__(self, form: str, group: bool, seed: int, **settings: Any) -> None:
+        torch.manual_seed(seed)
         super().__init__()
         options = {"process_group": dist.group.WORLD} if group else {}
-        vocabulary = st.Vocabulary(seed=0, **SETTINGS[form] | settings)
-        self.emb = st.Embedding(6, 5, vocabulary=vocabulary, **FORMS[form], **options)
+        vocabulary = st.Vocabulary(seed=0, **FORMS[form][1] | settings)
+        self.emb = st.Embedding(6, 5, vocabulary=vocabulary, **FORMS[form][0], **options)
         features = {"a": 4, "b": 4}
         self.many = st.MultiEmbedding(
             features, 5, vocabulary=st.Vocabulary(seed=1, max_capacity=900), idle="lazy", **options
@@ -56,31 +53,35 @@ class Ids(nn.Module):
 class World:
     """A model in training by the processes of a group, or by one."""
 
-    def __init__(self, form: str, group: bool, **settings: Any) -> None:
-        self.group = group
+    objects: dict[str, Any] = {}
+
+    def __init__(self, form: str, group: bool, with_state: bool = True, seed: int = 0, **settings: Any) -> None:
+        self.group, self.by_places = group, with_state and not group
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
-        self.net = Ids(form, group, **settings)
+        self.net = Ids(form, group, seed, **settings)
         tables = (self.net.emb, self.net.many, self.net.plain)
-        self.opt = torch.optim.AdamW([param for table in tables for param in table.parameters()], lr=0.1)
-        self.done = 0
+        self.optimizer = torch.optim.AdamW([param for table in tables for param in table.parameters()], lr=0.1)
+        self.opt, self.done = self.optimizer if with_state else None, 0
 
     def train(self, steps: int) -> World:
         for _ in range(steps):
             draw = torch.Generator().manual_seed(self.done)
             ids = (torch.randint(0, 30, (24,), generator=draw) + 10 * self.done)[self.rank :: self.ranks]
-            self.opt.zero_grad()
+            self.optimizer.zero_grad()
             both = self.net.many({"a": ids, "b": ids % 5})
             rows = self.net.plain(torch.stack([ids % 30, ids % 10], 1)).sum(1)
             (self.net.emb(ids).float() + both["a"] + both["b"] + rows).square().sum().backward()
-            self.opt.step()
+            self.optimizer.step()
             self.done += 1
         with torch.no_grad():
             self.net.head.bias += 1.0
         return self
 
-    def change(self) -> None:
-        """Forget some ids, and set the rows of others; of these some are new."""
-        self.opt.zero_grad()
+    def change(self, number: int = 2) -> None:
+        """Later forget some ids, and set the rows of others; of these some are new."""
+        if number < 2:
+            return
+        self.optimizer.zero_grad()
         self.net.many.vocabulary.forget(self.net.many.vocabulary_ids("a", torch.arange(self.done, 200, 7)))
         if self.rank == 0:
             self.net.emb.vocabulary.update([3, 10**12 + self.done], torch.full((2, 5), float(self.done)))
@@ -104,49 +105,8 @@ class World:
         self.net.train()
         return found
 
-
-def opt_of(world: World, with_state: bool) -> Any:
-    return world.opt if with_state else None
-
-
-def lead(form: str, group: bool, folder: Path, with_state: bool) -> list[Any]:
-    world, found = World(form, group).train(2), []
-    opt = opt_of(world, with_state)
-    st.save_checkpoint(folder / "base", world.net, opt)
-    mark = st.mark(world.net, opt)
-    for number in range(4):
-        world.train(number % 3)
-        if number > 1:
-            world.change()
-        mark = st.save_delta(folder / f"{number}.safetensors", world.net, mark, opt)
-        found.append([mark.fingerprints, world.look()])
-    return [*found, world.train(2).look()]
-
-
-def follow(form: str, group: bool, folder: Path, with_state: bool) -> list[Any]:
-    world, known, found = World(form, group), None, []
-    opt = opt_of(world, with_state)
-    st.load_checkpoint(folder / "base", world.net, opt)
-    paths = [folder / f"{number}.safetensors" for number in range(4)]
-    for number, path in enumerate(paths):
-        if number == 2:
-            assert "in between" in told(lambda: st.apply_delta(paths[3], world.net, None, opt))
-        known = st.apply_delta(path, world.net, known if number % 2 else None, opt)
-        # Those of a vocabulary with state, of one process, are by places.
-        assert known.fingerprints == st.mark(world.net, opt).fingerprints or (with_state and not group)
-        found.append([known.fingerprints, world.look()])
-    # What `merge` has made of base and deltas is followed on.
-    other = World(form, group)
-    st.load_checkpoint(folder / "merged", other.net, opt_of(other, with_state))
-    assert other.look() == found[2][1]
-    again = st.apply_delta(paths[3], other.net, None, opt_of(other, with_state))
-    assert again.fingerprints == known.fingerprints
-    assert other.look() == found[3][1]
-    assert "has been applied" in told(lambda: st.apply_delta(paths[3], world.net, known, opt))
-    assert "begins with other rows" in told(lambda: st.apply_delta(paths[0], world.net, None, opt))
-    assert world.look() == found[3][1]
-    world.done = 5
-    return [*found, world.train(2).look()]
+    def drawn(self) -> list[float]:
+        return []
 
 
 # "state": with the optimizer.
@@ -167,21 +127,11 @@ lazy 2 > 3 state
 @pytest.mark.parametrize("case", few(CASES, *CASES[:4]))
 def test_ids_saved_by_some_followed_by_others(case: str, pool: Any, tmp_path: Path) -> None:
     form, before, _, after, *more = case.split()
-    ends = []
-    for function, world in ((lead, int(before)), (follow, int(after))):
-        call = pool.of(world) if world else lambda function, *args: [function(*args)]
-        ends.append(call(function, form, world > 0, tmp_path, bool(more)))
-        if function is lead:
-            deltas = [tmp_path / f"{number}.safetensors" for number in range(4)]
-            st.merge(tmp_path / "base", deltas[:2], tmp_path / "half")
-            st.merge(tmp_path / "half", deltas[2], tmp_path / "merged")
-            st.merge(tmp_path / "base", deltas[:3], tmp_path / "again")
-            assert files_of(tmp_path / "merged") == files_of(tmp_path / "again")
-    for each in (*ends[0], *ends[1]):
-        assert each[:4] == ends[0][0][:4]
-        # Bit for bit at the same number of processes.
-        assert not more or before != after or each == ends[0][0]
-    assert len(ends[0][0][3][1][2]) > 10
+    ends = [(int(world), functools.partial(World, form, world != "0", bool(more))) for world in (before, after)]
+    first, second = check_followed(pool, tmp_path, *ends)
+    # Bit for bit at the same number of processes.
+    assert not more or before != after or first == second
+    assert len(first[0][3][1][2]) > 10
 
 
 def of_one_process(folder: Path) -> str:
@@ -209,10 +159,10 @@ def as_merged(folder: Path) -> list[Any]:
 
 
 def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) -> None:
-    lead("lazy", False, tmp_path, True)
+    lead(functools.partial(World, "lazy", False), tmp_path)
     for said in two(of_one_process, tmp_path):
         assert "by the places that they have in one process, but several share them out here" in said
-    two(lead, "lazy", True, (by_two := tmp_path / "two"), True)
+    two(lead, functools.partial(World, "lazy", True), (by_two := tmp_path / "two"))
     deltas = [tmp_path / "0.safetensors", by_two / "1.safetensors"]
     assert "by id and by place" in told(lambda: st.merge(tmp_path / "base", deltas, tmp_path / "none"))
     # Those that go on from what one has saved have rows by id.
@@ -221,7 +171,8 @@ def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) ->
     assert two(as_merged, tmp_path) == saved
 
 
-def too_small(folder: Path) -> list[str]:
+@on(2)
+def test_a_process_without_room(tmp_path: Path) -> None:
     """One process has no room for the ids that come; nothing changes in any."""
     world = World("lazy", True, max_capacity=60, evict="lru")
     ids = np.arange(10_000)
@@ -229,22 +180,16 @@ def too_small(folder: Path) -> list[str]:
     mark = st.mark(world.net)
     world.net.emb.vocabulary.update(torch.from_numpy(ids[world.rank :: 2]), torch.ones(20, 5))
     assert len(world.net.emb.vocabulary) == (0, 40)[world.rank]
-    st.save_delta(folder / "1.safetensors", world.net, mark)
+    st.save_delta(tmp_path / "1.safetensors", world.net, mark)
     small = World("lazy", True, max_capacity=20, evict="lru")
     before = small.look()
-    errors = [told(lambda: st.apply_delta(folder / "1.safetensors", small.net))]
+    said = told(lambda: st.apply_delta(tmp_path / "1.safetensors", small.net))
+    assert ("rank 1 failed where it loads", "40 new ids need rows")[world.rank] in said
+    assert not world.rank or "make the module with a larger capacity" in said
     assert small.look() == before
     # Grown without a lookup, which the others are told.
-    st.save_checkpoint(folder / "base", world.net)
-    st.load_checkpoint(folder / "base", World("lazy", True).net)
-    return errors
-
-
-def test_a_process_without_room(two: Any, tmp_path: Path) -> None:
-    (first,), (second,) = two(too_small, tmp_path)
-    assert "rank 1 failed where it loads" in first
-    assert "40 new ids need rows" in second
-    assert "make the module with a larger capacity" in second
+    st.save_checkpoint(tmp_path / "base", world.net)
+    st.load_checkpoint(tmp_path / "base", World("lazy", True).net)
 
 
 # --- a process is killed as several save a delta, or apply one: what was whole stays, and others say what happened ----------

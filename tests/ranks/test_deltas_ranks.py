@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from checkpoint_cases import flip
 from sweeps import few
 from test_merge import files_of
-from torch import Tensor
 
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, SMALL, Job, Setup
 from ranks.pair import told
-from ranks.test_checkpoint_ranks import assert_alike, draws
-from speedtransfer.checkpoint.delta_file import Delta
+from ranks.test_checkpoint_ranks import draws
 from speedtransfer.tables import chunks
 
 SETUPS = {"exact": EXACT.of("sharded", multi=True), "int8": SMALL}
@@ -30,51 +30,95 @@ int8 sharded 2 > int8 shared 2
 """.strip().splitlines()
 
 
-def optimizer_of(job: Job, with_state: bool) -> Any:
-    return job.optimizer if with_state else None
+class Leader(Job):
+    """A job whose rows are followed, or with state all that it has."""
+
+    by_places = False
+
+    def __init__(self, setup: Setup, with_state: bool, seed: int = 7) -> None:
+        super().__init__(setup, seed)
+        self.opt = self.optimizer if with_state else None
+        self.objects = self.objects if with_state else {}
+
+    def change(self, number: int) -> None:
+        draws(self)
+
+    def look(self) -> list[Any]:
+        planes = self.planes().items()
+        return [
+            [name, v.dtype, v.tolist()]
+            for name, v in planes
+            if self.opt or name.startswith("dense") or "weight" in name
+        ]
+
+    def drawn(self) -> list[float]:
+        return draws(self) if self.opt else []
 
 
-def weights(job: Job, with_state: bool) -> dict[str, Tensor]:
-    return {name: v for name, v in job.planes().items() if with_state or name.startswith("dense") or "weight" in name}
+DELTAS = (0, 1, 2, 1)
 
 
-def objects_of(job: Job, with_state: bool) -> dict[str, Any]:
-    return {"scheduler": job.scheduler, "generator": job.generator} if with_state else {}
+def lead(make: Callable[..., Any], folder: Path) -> list[Any]:
+    """Save a base and deltas of a training; return what there is after each, and after more steps."""
+    one, found = make().train(2), list[Any]()
+    st.save_checkpoint(folder / "base", one.net, one.opt, **one.objects)
+    mark = st.mark(one.net, one.opt)
+    for number, steps in enumerate(DELTAS):
+        one.train(steps).change(number)
+        mark = st.save_delta(folder / f"{number}.safetensors", one.net, mark, one.opt, **one.objects)
+        if number == 2:
+            st.save_checkpoint(folder / "full", one.net, one.opt, **one.objects)
+        found.append([mark.fingerprints, one.look()])
+    drawn = one.drawn()
+    return [*found, one.train(2).look(), drawn]
 
 
-def lead(setup: Setup, folder: Path, with_state: bool) -> list[Any]:
-    job, found = Job(setup).train(1), list[Any]()
-    opt, others = optimizer_of(job, with_state), objects_of(job, with_state)
-    st.save_checkpoint(folder / "base", job.net, opt, **others)
-    mark = st.mark(job.net, opt)
-    for number in range(3):
-        job.train(number)
-        draws(job)
-        mark = st.save_delta(folder / f"{number}.safetensors", job.net, mark, opt, **others)
-        found.append(weights(job, with_state))
-    st.save_checkpoint(folder / "full", job.net, opt, **others)
-    return [found, draws(job)]
+def follow(make: Callable[..., Any], folder: Path) -> list[Any]:
+    """Apply what `lead` has saved; return the same of it."""
+    one, other, known, found = make(seed=8), make(seed=9), None, list[Any]()
+
+    def apply(to: Any, number: int, known: Any = None) -> Any:
+        return st.apply_delta(folder / f"{number}.safetensors", to.net, known, to.opt, **to.objects)
+
+    st.load_checkpoint(folder / "base", one.net, one.opt, **one.objects)
+    for number in range(len(DELTAS)):
+        if number == 2:
+            assert "in between" in told(lambda: apply(one, 3))
+        known = apply(one, number, known if number % 2 else None)
+        assert known.fingerprints == st.mark(one.net, one.opt).fingerprints or one.by_places
+        found.append([known.fingerprints, one.look()])
+    drawn = one.drawn()
+    # What `merge` has made of base and deltas is followed on.
+    st.load_checkpoint(folder / "merged", other.net, other.opt, **other.objects)
+    assert other.look() == found[2][1]
+    assert apply(other, 3).fingerprints == known.fingerprints
+    assert other.look() == found[3][1]
+    for number, mark, words in (
+        (3, known, "has been applied"),
+        (0, known, "is number 1 of"),
+        (0, None, "with other rows"),
+    ):
+        assert words in told(lambda number=number, mark=mark: apply(one, number, mark))
+    assert one.look() == found[3][1]
+    one.done = 2 + sum(DELTAS)
+    return [*found, one.train(2).look(), drawn]
 
 
-def follow(setup: Setup, folder: Path, with_state: bool) -> list[Any]:
-    job, known, found = Job(setup, seed=8), None, list[Any]()
-    opt, others = optimizer_of(job, with_state), objects_of(job, with_state)
-    st.load_checkpoint(folder / "base", job.net, opt, **others)
-    for number in range(3):
-        path = folder / f"{number}.safetensors"
-        known = st.apply_delta(path, job.net, known if number % 2 else None, opt, **others)
-        assert known.fingerprints == st.mark(job.net, opt).fingerprints
-        found.append(weights(job, with_state))
-    drawn = draws(job)
-    for number, words in ((2, "has been applied"), (0, "is number 1 of")):
-        path = folder / f"{number}.safetensors"
-        assert words in told(lambda path=path: st.apply_delta(path, job.net, known, opt, **others))
-    assert_alike(weights(job, with_state), found[-1])
-    # What `merge` has made of base and deltas.
-    other = Job(setup, seed=9)
-    st.load_checkpoint(folder / "merged", other.net, optimizer_of(other, with_state), **objects_of(other, with_state))
-    assert_alike(weights(other, with_state), found[-1])
-    return [found, drawn]
+def check_followed(pool: Any, folder: Path, *ends: tuple[int, Callable[..., Any]]) -> tuple[list[Any], list[Any]]:
+    """Have one of `ends`, of so many processes, followed by the other; return what each process of both has."""
+    found = []
+    for function, (world, make) in zip((lead, follow), ends, strict=True):
+        call = pool.of(world) if world else lambda function, *args: [function(*args)]
+        found.append(call(function, make, folder))
+        if function is lead:
+            deltas = [folder / f"{number}.safetensors" for number in range(3)]
+            st.merge(folder / "base", deltas[:2], folder / "half")
+            st.merge(folder / "half", deltas[2], folder / "merged")
+            st.merge(folder / "base", deltas, folder / "again")
+            assert files_of(folder / "merged") == files_of(folder / "again")
+    for each in (*found[0], *found[1]):
+        assert each[:4] == found[0][0][:4]
+    return found[0], found[1]
 
 
 @pytest.mark.parametrize(
@@ -87,34 +131,24 @@ def follow(setup: Setup, folder: Path, with_state: bool) -> list[Any]:
     ),
 )
 def test_saved_by_some_applied_by_others(case: str, with_state: bool, pool: Any, tmp_path: Path) -> None:
-    ends = []
-    for function, text in zip((lead, follow), case.split(" > "), strict=True):
-        name, kind, world = text.split()
-        call = pool.of(int(world)) if world != "0" else lambda function, *args: [function(*args)]
-        ends.append(call(function, SETUPS[name].of(kind), tmp_path, with_state))
-        if function is lead:
-            deltas = [tmp_path / f"{number}.safetensors" for number in range(3)]
-            st.merge(tmp_path / "base", deltas, tmp_path / "merged")
-            assert files_of(tmp_path / "merged") == files_of(tmp_path / "full")
-    for saved, _ in ends[0]:
-        for applied, _ in ends[1]:
-            for ours, wanted in zip(applied, saved, strict=True):
-                assert_alike(ours, wanted)
-    if with_state:
-        # Processes that none was saved of have those of the first.
-        drawn = [each for _, each in ends[0]]
-        assert [each for _, each in ends[1]] == (drawn + drawn[:1] * 3)[: len(ends[1])]
+    forms = [text.split() for text in case.split(" > ")]
+    makes = [functools.partial(Leader, SETUPS[name].of(kind), with_state) for name, kind, _ in forms]
+    worlds = [int(world) for _, _, world in forms]
+    first, second = check_followed(pool, tmp_path, *zip(worlds, makes, strict=True))
+    assert files_of(tmp_path / "merged") == files_of(tmp_path / "full")
+    # Processes that none was saved of have those of the first.
+    drawn = [each[-1] for each in first]
+    assert [each[-1] for each in second] == (drawn + drawn[:1] * 3)[: len(second)]
 
 
 def go_on(setup: Setup, folder: Path, number: int) -> None:
-    job, objects = Job(setup), {}
+    job = Job(setup)
     if number:
         job.load(folder / f"full{number - 1}")
-        objects = {"scheduler": job.scheduler, "generator": job.generator}
         mark = st.mark(job.net, job.optimizer)
         job.train(2)
         extra = {"done": job.done, "note": job.note}
-        st.save_delta(folder / f"{number}.safetensors", job.net, mark, job.optimizer, extra=extra, **objects)
+        st.save_delta(folder / f"{number}.safetensors", job.net, mark, job.optimizer, extra=extra, **job.objects)
     job.train(int(not number)).save(folder / f"full{number}")
 
 
@@ -134,33 +168,6 @@ def test_merged_at_changing_numbers_of_processes(two: Any, three: Any, tmp_path:
     assert files_of(tmp_path / "stored") == files_of(tmp_path / "full1")
     assert "copy it to a disk first" in told(lambda: st.merge(f"local://{tmp_path}/full2", paths[2], tmp_path / "none"))
     # A file of one process that was damaged.
-    (part,) = (tmp_path / "full0").glob("rows-2-*")
-    raw = bytearray(part.read_bytes())
-    raw[-3] ^= 4
-    part.write_bytes(raw)
+    flip(tmp_path, "full0/rows-2-*")
     assert "does not have the checksum" in told(lambda: st.merge(tmp_path / "full0", paths[0], tmp_path / "none"))
     assert not (tmp_path / "none").exists()
-
-
-def wrong_use(folder: Path) -> list[str]:
-    job, rank = Job(EXACT).train(1), dist.get_rank()
-    mark = st.mark(job.net)
-    errors = [told(lambda: st.save_delta(folder / f"of-{rank}.safetensors", job.net, mark))]
-    job.train(1)
-    other = st.mark(job.net)
-    errors.append(told(lambda: st.save_delta(folder / "1.safetensors", job.net, other if rank else mark)))
-    (folder / "none").mkdir(exist_ok=True)
-    errors.append(told(lambda: st.save_delta(folder / "none" / "x" / "1.safetensors", job.net, mark)))
-    assert not list(folder.rglob("*.safetensors"))
-    mark = st.save_delta(folder / "1.safetensors", job.net, mark)
-    errors.append(told(lambda: st.apply_delta(folder / "1.safetensors", job.net, mark if rank else None)))
-    return errors
-
-
-def test_wrong_use(two: Any, tmp_path: Path) -> None:
-    for path, since, place, known in two(wrong_use, tmp_path):
-        assert "of-" in path
-        assert "since a mark" in since
-        assert place
-        assert "rank 1 failed" in known or "has been applied" in known
-    assert Delta(tmp_path / "1.safetensors").place.number == 1

@@ -1,20 +1,22 @@
-"""What launchers start: the scripts of docs/processes.md."""
+"""What launchers start: the scripts of docs/processes.md, and the examples of several hosts."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from hosts import end, torchrun
+import yaml
+from hosts import CLUSTER, elastic, end, free_port, losses, start, torchrun
 
 import speedtransfer as st
-from ranks.run import DeadRankError
 from speedtransfer.errors import ProcessGroupError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,19 +65,113 @@ def test_a_group_that_there_is_not_yet_is_told(monkeypatch):
     assert st.Embedding(10, 2).table.num_rows == 10
 
 
-def look_up_alone() -> None:
-    emb = st.Embedding(10, 2, process_group="world")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        # When the other one has left the barrier.
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    emb(torch.arange(4))
+# --- the examples of several hosts that need no other package: two processes train to the losses of one, and go on as one --
+
+TRAIN = str(CLUSTER / "train.py")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="clusters of Linux")
 
 
-def test_who_cannot_reach_the_others_says_so(two):
-    error, died = two.fails(look_up_alone, timeout=10)
-    assert isinstance(died, DeadRankError)
-    assert isinstance(error, ProcessGroupError)
-    words = r"rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \("
-    assert re.search(words, str(error))
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return losses(end(torchrun(TRAIN, "run", "--steps", "300", folder=tmp_path_factory.mktemp("alone"))))
+
+
+def check(printed: str, alone: dict[int, float], last: int) -> None:
+    found = losses(printed)
+    assert max(found) == last, printed
+    assert found == pytest.approx({step: alone[step] for step in found}, rel=1e-4)
+
+
+@on_linux
+@pytest.mark.slow
+def test_c10d_and_on_as_one_process(alone, tmp_path):
+    check(end(*elastic(TRAIN, "run", "--steps", "40", folder=tmp_path)), alone, 40)
+    printed = end(torchrun(TRAIN, "run", "--steps", "60", folder=tmp_path))
+    assert "1 processes, from step 40" in printed
+    check(printed, alone, 60)
+
+
+@on_linux
+@pytest.mark.slow
+def test_a_worker_is_killed(alone, tmp_path):
+    """By c10d: static launchers count their restarts apart, and processes of different counts wait for each other."""
+    options = ["--max-restarts", "2", TRAIN, "run", "--steps", "300"]
+    hosts = elastic(*options, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    try:
+        until = time.monotonic() + 200
+        while not (tmp_path / "run" / "manifest.json").exists():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        (worker,) = Path(f"/proc/{hosts[1].pid}/task/{hosts[1].pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+    finally:
+        printed = end(*hosts)
+    assert printed.count("2 processes, from step 0\n") == 1
+    assert printed.count("2 processes, from step") == 2
+    check(printed, alone, 300)
+
+
+# --- Slurm ----------------------------------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+[ "$1" == --kill-on-bad-exit=1 ] || exit 9
+for rank in 0 1; do SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NTASKS=2 "${@:2}" & done
+wait -n && wait -n
+"""
+SCONTROL = """#!/bin/bash
+echo "$*" >> scontrol.txt
+echo 127.0.0.1
+"""
+
+
+def slurm(folder: Path, srun: str, **env: str) -> subprocess.Popen[str]:
+    """Run the batch script where `srun` starts two processes here."""
+    shutil.copy(TRAIN, folder)
+    (folder / "bin").mkdir()
+    python = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n'
+    for name, text in (("srun", srun), ("scontrol", SCONTROL), ("python", python)):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NODELIST": "node[1-2]", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+    return start("bash", str(CLUSTER / "slurm.sh"), folder=folder, **job, **env)
+
+
+@on_linux
+@pytest.mark.slow
+def test_slurm(alone, tmp_path):
+    check(end(slurm(tmp_path, SRUN)), alone, 100)
+    assert (tmp_path / "scontrol.txt").read_text() == "show hostnames node[1-2]\n"
+
+
+@on_linux
+@pytest.mark.parametrize(("restarts", "again"), [("0", True), ("3", False)])
+def test_slurm_begins_again(tmp_path, restarts, again):
+    job = slurm(tmp_path, "#!/bin/bash\nexit 1\n", SLURM_RESTART_COUNT=restarts)
+    with pytest.raises(AssertionError):
+        end(job)
+    assert ("requeue" in (tmp_path / "scontrol.txt").read_text()) == again
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------------------------------
+
+
+@on_linux
+@pytest.mark.slow
+def test_pytorchjob(alone, tmp_path):
+    """Its containers start what they say, with the variables that the operator sets."""
+    job = yaml.safe_load((CLUSTER / "pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    roles = job["spec"]["pytorchReplicaSpecs"]
+    assert list(roles) == ["Master", "Worker"]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    processes = []
+    for rank, role in enumerate(roles.values()):
+        assert (role["replicas"], role["restartPolicy"]) == (1, "OnFailure")
+        (container,) = role["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        here = {"python": sys.executable, "/code": str(CLUSTER), "/checkpoints": str(tmp_path)}
+        command = container["command"]
+        for path, local in here.items():
+            command = [word.replace(path, local, 1) if word.startswith(path) else word for word in command]
+        processes.append(start(*command, folder=tmp_path, RANK=str(rank), **env))
+    check(end(*processes), alone, 100)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from cases import take_step
-from torch import nn
+from torch import Tensor, nn
 
 import speedtransfer as st
-from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
+from ranks.pair import DIM, ROWS, Pair, ids, rows_of, table, tables, told, wrap
+from ranks.run import on
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
 from speedtransfer.ranks import exchange_of
@@ -38,7 +41,16 @@ class Several(nn.Module):
         return bags + (self.rows(ids) * found["user"]).sum() + self.features["item"](ids % 9).square().mean()
 
 
-def compiled_in_turn(kind: str, backend: str) -> bool:
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("sharded", "aot_eager"),
+        *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor")),
+    ],
+)
+@on(2, limit=300, timeout=150)
+def test_compiled_lookups_keep_their_order(kind: str, backend: str) -> None:
     found = []
     # Of torch: inductor's own use of torch.jit.
     warnings.filterwarnings("ignore", ".*torch.jit.*is deprecated", DeprecationWarning)
@@ -52,19 +64,8 @@ def compiled_in_turn(kind: str, backend: str) -> bool:
             losses.append(run(batch))
             take_step(opt, losses[-1])
         found.append([torch.stack(losses).detach(), *(rows_of(each) for each in (model.rows, model.bag))])
-    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("sharded", "aot_eager"),
-        *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor")),
-    ],
-)
-def test_compiled_lookups_keep_their_order(two, kind, backend):
-    assert all(two(compiled_in_turn, kind, backend, limit=300, timeout=150))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def replaced(kind: str) -> None:
@@ -138,7 +139,9 @@ def test_modules_and_tables(two, kind):
         two(call, kind)
 
 
-def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
+@KINDS
+@on(2)
+def test_nothing_is_left_of_tables(kind: str) -> None:
     def make() -> None:
         pair = tables(kind, torch.optim.Adam)
         take_step(pair.opt, pair)
@@ -151,34 +154,21 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
 
     make()
     before = counts()
-    for _ in range(times):
-        make()
-    return tuple(after - was for after, was in zip(counts(), before, strict=True))
-
-
-@KINDS
-def test_nothing_is_left_of_tables(two, kind):
-    for left in two(made_and_dropped, kind, 2):
-        # What tests before have left may have gone.
-        assert max(left) <= 0
+    make()
+    make()
+    # What tests before have left may have gone.
+    assert max(after - was for after, was in zip(counts(), before, strict=True)) <= 0
 
 
 # --- some of the processes ---------------------------------------------------------------------------------------------------
 
 
-def of_others() -> dict:
+@on(2)
+def test_all_rows_come_to_the_first_of_the_group() -> None:
     # In it the last process is the first.
-    last = dist.get_world_size() - 1
-    group = dist.new_group([last])
-    if dist.get_rank() < last:
-        return {}
-    return st.full_state_dict(st.Embedding(ROWS, DIM, process_group=group))
-
-
-def test_all_rows_come_to_the_first_of_the_group(two):
-    first, second = two(of_others)
-    assert first == {}
-    assert second["weight"].shape == (ROWS, DIM)
+    group = dist.new_group([1])
+    if dist.get_rank():
+        assert st.full_state_dict(st.Embedding(ROWS, DIM, process_group=group))["weight"].shape == (ROWS, DIM)
 
 
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
@@ -198,3 +188,95 @@ def test_without_cuda_messages_are_on_the_host(two):
     (on_host, rows), (_, same) = two(trained_by_default)
     assert on_host
     assert torch.equal(rows, same)
+
+
+# --- a `MultiEmbedding`: the numbers of one process with the batches of all, with a vocabulary too ---------------------------
+
+SIZES, PADDING = {"a": 40, "b": 1, "c": 30}, {"a": -1, "b": None, "c": 2}
+# Which features each rank gives a gradient in each step.
+STEPS = [("ab", "ab"), ("a", "c"), ("", "b"), ("abc", "a"), ("c", "c"), ("a", "ab"), ("b", "b"), ("abc", "abc")]
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.1),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
+}
+
+
+def with_ids(sizes: Any, dim: int, **options: Any) -> st.MultiEmbedding:
+    return st.MultiEmbedding(sizes, dim, PADDING, vocabulary=st.Vocabulary(seed=3, max_capacity=1000), **options)
+
+
+def ids_of(step: int, rank: int, has_ids: bool = False) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(10 * step + rank)
+    if not has_ids:
+        return {name: torch.randint(0, size, (5,), generator=draw) for name, size in SIZES.items()}
+    ids = {name: torch.randint(-2, 6 + 2 * step, (3 + rank, 2), generator=draw) for name in SIZES}
+    # In a vocabulary of one process as in the order of ranks.
+    return {name: part * (1 << 50) if name == "b" else part for name, part in ids.items()}
+
+
+class Net(nn.Module):
+    """All look all features up; the loss is of some, and of none in some processes."""
+
+    def __init__(self, emb: st.MultiEmbedding) -> None:
+        super().__init__()
+        self.emb, self.scale = emb, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, place: tuple[int, int]) -> Tensor:
+        step, rank = place
+        rows = self.emb(ids_of(step, rank, self.emb.vocabulary is not None))
+        losses = [((rows[f] - 0.3).square() * torch.arange(DIM)).sum() for f in STEPS[step][rank]]
+        return sum(losses, 0 * self.scale)
+
+
+@torch.no_grad()
+def read(net: Net) -> Tensor:
+    net.eval()
+    has_ids = net.emb.vocabulary is not None
+    rows = [net.emb(ids_of(step, rank, has_ids)) for step in range(len(STEPS) + 1) for rank in range(2)]
+    net.train()
+    return torch.cat([part.reshape(-1, DIM) for found in rows for part in found.values()])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("sharded", False, False, "adamw", "exact"),
+        ("shared", False, False, "adamw", "exact"),
+        ("shared", False, False, "sgd", "lazy"),
+        ("replicas", False, True, "sgd", "lazy"),
+        ("sharded", True, False, "sgd", "lazy"),
+        ("sharded", True, True, "adamw", "lazy"),
+        ("sharded", True, False, "adamw", "exact"),
+        pytest.param(("sharded", False, True, "sgd", "lazy"), marks=pytest.mark.slow),
+        pytest.param(("replicas", False, True, "adamw", "exact"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on(2)
+def test_training(how: tuple[str, bool, bool, str, str]) -> None:
+    kind, has_ids, ddp, optimizer, idle = how
+    ours, one = (
+        Net(table(each, SIZES, DIM, make=with_ids if has_ids else st.MultiEmbedding, idle=idle))
+        for each in (kind, "one")
+    )
+    given: dict[str, Any] = {"batch": lambda *place: place, "loss": lambda net, place: net(place), "lr": 0.05}
+    pair = Pair(ours, one, OPTIMIZERS[optimizer], **given, **({"wrap": wrap} if ddp else {}))
+    for step in range(len(STEPS)):
+        pair.backward(step)
+        pair.end()
+    if has_ids:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, pair.ours.emb.vocabulary.ids())
+        assert torch.equal(torch.cat(parts).unique(), pair.one.emb.vocabulary.ids().sort().values)
+    torch.testing.assert_close(read(pair.ours), read(pair.one), rtol=0, atol=1e-12)
+
+
+# --- all rows -------------------------------------------------------------------------------------------------------------
+
+
+@on(2)
+def test_full_state_dict_of_fewer_rows_than_ranks() -> None:
+    # The last rank has no rows of one chunk.
+    ours, one = (table(kind, 1, DIM, dtype=torch.float32, storage_dtype=torch.bfloat16) for kind in ("sharded", "one"))
+    found = st.full_state_dict(ours)
+    assert not found if dist.get_rank() else torch.equal(found["weight"], one.state_dict()["weight"])

@@ -60,6 +60,8 @@ st.Embedding(ROWS, DIM, storage_dtype=(None, torch.int8)[rank], **group) -> make
 st.Embedding(ROWS, DIM, comm_dtype=(None, torch.int8)[rank], **group) -> makes a table
 st.Embedding(ROWS, DIM, comm_dtype=(None, torch.float16)[rank], **group)
 -> rank 1 failed where it makes a table // comm_dtype is torch.float16
+nn.utils.clip_grad_norm_(nan.parameters(), 1.0, error_if_nonfinite=True) -> ^RuntimeError: .*(non-finite|cannot be clipped)
+st.clip_grad_norm_(nan.parameters(), 1.0, error_if_nonfinite=True) -> ^RuntimeError: .*(non-finite|cannot be clipped)
 """.replace("\n->", " ->")
 SHARDED = f"""
 emb(torch.tensor([(0, ROWS)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids .its own // ^RowIndexError
@@ -105,8 +107,20 @@ known(evict=("lru", None)[rank]) -> evict=lru.*evict=None
 known(unseen=("row", "zeros")[rank]) -> unseen=row.*unseen=zeros
 known(initial=(0.0, 1.0)[rank]) -> initial=0.0.*initial=1.0
 """
+# Of features: one process looks an id up that there cannot be.
+FEATURES = """
+emb({**some, "b": torch.tensor([0, bad])}) -> ^ProcessGroupError: rank 1 // 4611686018427387904
+emb["b"](torch.tensor([bad])) -> ^ProcessGroupError: rank 1 // 4611686018427387904
+emb(torch.tensor([[1, bad, 2]])) -> ^ProcessGroupError: rank 1 // 4611686018427387904
+emb.activate([torch.tensor([1]), torch.tensor([bad]), torch.tensor([1])])
+-> ^ProcessGroupError: rank 1 // 4611686018427387904
+torch.no_grad()(emb)(torch.tensor([[1, bad, 2]])) -> ^ProcessGroupError: rank 1 // 4611686018427387904
+emb({"z" if bad else "b": torch.tensor([0])}) -> ^ProcessGroupError: rank 1 // not a feature
+""".replace("\n->", " ->")
 WRAPPED = """
 enter(wrapped.join()) -> equal_steps
+st.replace_embeddings(wrap(Net(table("one", make=nn.Embedding))), min_rows=0) -> replace the embeddings first
+step(fully_shard(hybrid, mesh=square, ignored_params=st.table_parameters(hybrid))) -> copies of its rows would drift apart
 ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1) -> owned by 2 processes
 wrap(table("sharded")) -> process_group=
 wrap(net, process_group=(alone, None)[rank]) if not rank else 1 / 0 -> same process group // ZeroDivisionError
@@ -114,6 +128,7 @@ fully_shard(Net(table("sharded")), mesh=mesh) -> emb.weight.*fully_shard|fully_s
 """
 REPLICAS = """
 enter(wrapped.join()) -> equal_steps
+Join([wrapped]) -> st.equal_steps
 ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1) -> optimizer of its own
 wrap(table("one")) -> process_group=
 copy.deepcopy(wrapped)(ids()) -> copy.deepcopy
@@ -135,6 +150,12 @@ st.save_checkpoint(path / "new", net, extra=(object(), None)[rank])
 -> ^InvalidTypeError: extra is a builtins.object // rank 0 failed where it saves
 st.save_checkpoint(path / "new", net, scaler=(3, None)[rank])
 -> ^InvalidTypeError: scaler is a int without // rank 0 failed where it saves
+job.save("memory://run")
+-> is not there as it was written; give all processes a store that they share // rank 0 failed where it saves
+st.save_delta(path / f"new-{rank}.safetensors", net, mark) -> new-
+st.save_delta(path / "new.safetensors", net, (mark, now)[rank]) -> since a mark
+st.save_delta(path / "none" / "x" / "new.safetensors", net, mark) -> Error
+st.apply_delta(delta, net, (None, now)[rank]) -> rank 1 failed|has been applied
 job.optimizer.state_dict() -> are owned by 2 processes; call st.save_checkpoint.path, model, optimizer.
 job.optimizer.load_state_dict({"state": {}, "param_groups": []}) -> are owned by 2 processes; call st.save_checkpoint
 """.replace("\n->", " ->")
@@ -156,7 +177,9 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
     pair = tables(kind)
     pair.backward()
     bag, before = table(kind, make=st.EmbeddingBag), rows_of(pair.ours)
-    multi = table(kind, {"x": 3}, DIM, make=st.MultiEmbeddingBag)
+    multi, nan = table(kind, {"x": 3}, DIM, make=st.MultiEmbeddingBag), table(kind)
+    # Of one process alone.
+    (nan(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
 
     def check() -> None:
         assert torch.equal(rows_of(pair.ours), before)
@@ -164,7 +187,7 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
         assert pair.train(1, 2) < 1e-12
 
     group = {"process_group": dist.group.WORLD} | ({"memory": "shared"} if kind == "shared" else {})
-    return {"emb": pair.ours, "bag": bag, "multi": multi, "group": group}, check
+    return {"emb": pair.ours, "bag": bag, "multi": multi, "nan": nan, "group": group}, check
 
 
 def of_vocabularies() -> tuple[dict[str, Any], Any]:
@@ -181,7 +204,26 @@ def of_vocabularies() -> tuple[dict[str, Any], Any]:
     return {"emb": emb, "other": other, "known": known, "group": {"process_group": dist.group.WORLD}}, check
 
 
+def of_features(has_ids: bool) -> tuple[dict[str, Any], Any]:
+    options: Any = {"vocabulary": st.Vocabulary(seed=3)} if has_ids else {}
+    sizes = {"a": 40, "b": 1, "c": 30}
+    emb, some = (
+        table("sharded", sizes, DIM, make=st.MultiEmbedding, **options),
+        dict.fromkeys(sizes, torch.tensor([0, 0])),
+    )
+
+    def check() -> None:
+        sum(rows.sum() for rows in emb(some).values()).backward()
+        torch.optim.SGD(emb.parameters(), lr=0.1).step()
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, emb["a"](torch.tensor([0])).detach())
+        assert torch.equal(*rows)
+
+    return {"emb": emb, "some": some, "bad": (1 << 62) if dist.get_rank() else 0}, check
+
+
 def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
+    from torch.distributed.algorithms.join import Join
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -195,13 +237,17 @@ def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
     wrapped = wrap(net)
     names = {"fully_shard": fully_shard, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "plain": Net(table("one"))}
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    names |= {"net": net, "wrapped": wrapped, "alone": alone, "mesh": mesh, "step": step}
+    names |= {"net": net, "wrapped": wrapped, "alone": alone, "mesh": mesh, "step": step, "Join": Join}
+    # More processes than those of the table.
+    names["square"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))
+    names["hybrid"] = Net(table("one", process_group=names["square"]["parts"]))
     return names, lambda: step(wrapped)
 
 
 def of_checkpoints(path: Path) -> tuple[dict[str, Any], Any]:
-    job, later = Job(EXACT).train(1).save(path).train(1), path.with_name("later")
-    before = job.save(later).planes()
+    job, later, delta = Job(EXACT).train(1).save(path), path.with_name("later"), path.with_name("delta.safetensors")
+    mark = st.mark(job.net)
+    before, now = job.train(1).save(later).planes(), st.save_delta(delta, job.net, mark)
     other = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank](job.net.parameters())
 
     def check() -> None:
@@ -210,13 +256,16 @@ def of_checkpoints(path: Path) -> tuple[dict[str, Any], Any]:
         assert not [name for name in os.listdir(path) if "new" in name]
         assert job.train(1).save(path).load(path).done == 3
 
-    return {"job": job, "net": job.net, "path": path, "later": later, "other": other}, check
+    names = {"job": job, "net": job.net, "path": path, "later": later, "other": other}
+    return names | {"delta": delta, "mark": mark, "now": now}, check
 
 
 WORLDS = {
     "sharded": (TABLE + SHARDED, of_tables, "sharded"),
     "shared": (TABLE + SHARED, of_tables, "shared"),
     "vocabulary": (VOCABULARY, of_vocabularies),
+    "features": (FEATURES, of_features, False),
+    "features by id": (FEATURES, of_features, True),
     "wrapped": (WRAPPED, of_wrapped, "sharded"),
     "replicas": (REPLICAS, of_wrapped, "replicas"),
     "checkpoint": (CHECKPOINT, of_checkpoints),
@@ -238,15 +287,11 @@ def wrong(world: str, *args: Any) -> dict[str, str]:
             torch.set_grad_enabled(True)
             # In operators a TypeError would become another message, or False.
             of_all = "processes" in said and ";" in said and ("TypeError" not in said or "state_dict" in statement)
-            if not (re.search(words.split(" // ")[-rank_of(words)], said) if words else of_all):
+            first, _, second = words.partition(" // ")
+            if not (re.search(second if second and dist.get_rank() else first, said) if words else of_all):
                 found[statement] = said
     check()
     return found
-
-
-def rank_of(words: str) -> int:
-    """Return the place of this rank's words, from the end."""
-    return 1 if " // " not in words else 2 - dist.get_rank()
 
 
 @pytest.mark.parametrize("world", WORLDS)

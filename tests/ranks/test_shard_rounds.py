@@ -6,6 +6,7 @@ By parts of one tensor of ids, or by what the arguments of a model's forward hav
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
 from ranks.pair import told
+from ranks.run import on
 
 ROWS, DIM, COLUMNS = 40, 4, 4
 
@@ -99,17 +101,14 @@ def batch(step: int, size: int = 6) -> torch.Tensor:
     )
 
 
-def calls_of_steps() -> list[list[int]]:
-    """How many messages the steps after the first take, of all forms; `Programs` compares rows."""
-    nets = [Net(kind, apart, form) for kind in KINDS for form in FORMS for apart in (False, True)]
-    return [[net.train_on(*net.arguments(batch(step))) for step in range(4)][1:] for net in nets]
-
-
-def test_fewer_messages(two):
-    # How many ids, ids, rows; who has gradients, and these. One table that is asked by computed ids asks by itself.
-    one_by_one = [3 * COLUMNS + 2] * 3
-    wanted = [[5] * 3, one_by_one, [5] * 3, one_by_one, [8] * 3, one_by_one]
-    assert two(calls_of_steps) == [wanted * len(KINDS)] * 2
+@on(2)
+def test_fewer_messages() -> None:
+    """Of the steps after the first, in all forms; `Programs` compares rows."""
+    for kind, form, apart in itertools.product(KINDS, FORMS, (False, True)):
+        net = Net(kind, apart, form)
+        # How many ids, ids, rows; who has gradients, and these. One table that is asked by computed ids asks by itself.
+        wanted = 3 * COLUMNS + 2 if apart else 8 if form == "asked" else 5
+        assert [net.train_on(*net.arguments(batch(step))) for step in range(4)][1:] == [wanted] * 3
 
 
 # --- what people do between lookups ---------------------------------------------------------------------------------------
@@ -214,31 +213,23 @@ class Programs:
             net.opt.step()
 
 
-def run_programs(seeds: Iterable[int]) -> None:
+MANY = [pytest.param(range(first, first + 6), marks=pytest.mark.slow) for first in range(3, 117, 6)]
+
+
+@pytest.mark.parametrize("seeds", [range(3), *MANY])
+@on(2, limit=300, timeout=120)
+def test_programs(seeds: Iterable[int]) -> None:
     for seed in seeds:
         Programs(seed).run(14)
 
 
-def test_some_programs(two):
-    two(run_programs, range(3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(3, 117, 6))
-def test_programs(two, first):
-    two(run_programs, range(first, first + 6), limit=300, timeout=120)
-
-
-def look_up_on_one_rank() -> str:
+@on(2)
+def test_rows_that_one_process_does_not_take_are_an_error() -> None:
     net = Net("lazy", False)
     for step in range(2):
         net.train_on(batch(step))
     loss = net(batch(2)) + net(batch(3), numbers=range(COLUMNS - dist.get_rank()))
-    return told(loss.backward)
-
-
-def test_rows_that_one_process_does_not_take_are_an_error(two):
-    for said in two(look_up_on_one_rank):
-        assert said.startswith("DifferenceError: the processes differ where one brings gradients")
-        assert re.search("3.weight after 2 steps, .* and 4 lookups", said)
-        assert re.search("3.weight after 2 steps, .* and 3 lookups", said)
+    said = told(loss.backward)
+    assert said.startswith("DifferenceError: the processes differ where one brings gradients")
+    assert re.search("3.weight after 2 steps, .* and 4 lookups", said)
+    assert re.search("3.weight after 2 steps, .* and 3 lookups", said)

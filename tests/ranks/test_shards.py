@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from ranks.pair import DIM, ROWS, Pair, dense_of, ids, nets, rows_of, table, wrap
+from ranks.run import on
 from speedtransfer import rows as rows_module
 from speedtransfer.optim import sharded
 
@@ -141,45 +142,42 @@ class Scaled(nn.Module):
         return self.emb(ids) * self.scale
 
 
-def bits(kind: str, idle: str, options: dict[str, Any]) -> tuple[bool, float]:
-    """Whether a step of the same gradient (exact in any order) makes the bits of one process."""
-    ours, one = (table(each, dtype=torch.float32, idle=idle, **options) for each in (kind, "one"))
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
+@pytest.mark.parametrize(("idle", "in_chunks"), [("lazy", False), ("exact", False), ("exact", True)])
+@pytest.mark.parametrize("name", FORMS)
+@on(2)
+def test_small_forms_have_the_bits_of_one_process(kind: str, name: str, idle: str, in_chunks: bool) -> None:
+    """After a step of the same gradient (exact in any order)."""
+    ours, one = (table(each, dtype=torch.float32, idle=idle, **FORMS[name]) for each in (kind, "one"))
     # Rows that one rank looks up alone, so that sums need no rounding.
     batch = lambda step, rank: (ids(step, rank) // 2 * 2 + rank).clamp(max=ROWS - 1)  # noqa: E731
     around = {"wrap": lambda emb: wrap(Scaled(emb))} if kind == "replicas" else {}
     pair = Pair(ours, one, torch.optim.AdamW, batch=batch, loss=lambda emb, ids: emb(ids).sum(), **around)
-    start = looked_up(one)
-    for step in range(6):
-        pair.backward(step)
-        pair.end()
-        # Reading a row of one process writes it as caught up, which rounds it.
-        if step == 5 or (step == 3 and idle == "exact"):
-            for each in (ours, one):
-                each._handle.rows.catch_up()
-    return torch.equal(looked_up(ours), looked_up(one)), float((looked_up(one) - start).abs().max())
-
-
-def chunked_bits(*args: Any) -> tuple[bool, float]:
-    chunks = lambda count, size: (slice(i, min(i + 7, count)) for i in range(0, count, 7))  # noqa: E731
+    start, chunks = looked_up(one), rows_module.row_chunks
+    if in_chunks:
+        chunks = lambda count, size: (slice(i, min(i + 7, count)) for i in range(0, count, 7))  # noqa: E731
     with mock.patch.object(rows_module, "row_chunks", chunks):
-        return bits(*args)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
-@pytest.mark.parametrize(("idle", "function"), [("lazy", bits), ("exact", bits), ("exact", chunked_bits)])
-@pytest.mark.parametrize("name", FORMS)
-def test_small_forms_have_the_bits_of_one_process(two, kind, name, idle, function):
-    for same, moved in two(function, kind, idle, FORMS[name]):
-        assert same
-        assert moved > 0.01
+        for step in range(6):
+            pair.backward(step)
+            pair.end()
+            # Reading a row of one process writes it as caught up, which rounds it.
+            if step == 5 or (step == 3 and idle == "exact"):
+                for each in (ours, one):
+                    each._handle.rows.catch_up()
+    assert torch.equal(looked_up(ours), looked_up(one))
+    assert (looked_up(one) - start).abs().max() > 0.01
 
 
 DRAWS = 80
 
 
-def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, ...]:
-    """How far the mean of many rounded gradients, and one, are from the gradient."""
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize(("comm_dtype", "step"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 100)])
+@on(2)
+def test_rounded_gradients_are_unbiased(kind: str, comm_dtype: torch.dtype, step: float) -> None:
+    """The mean of many rounded gradients is near the gradient."""
     weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     ours, one = table(kind, dtype=torch.float32, comm_dtype=comm_dtype), table("one", dtype=torch.float32)
     pair = Pair(ours, one, loss=lambda emb, ids: (emb(ids) * weights[ids]).sum())
@@ -191,56 +189,11 @@ def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, ...]:
         found.append(ours.weight.grad.rows.double())
     owned = ours._handle.owners.partition.ids_of(dist.get_rank()) if kind == "sharded" else torch.arange(ROWS)
     wanted = one.weight.grad.to_dense()[owned[ours.weight.grad.ids]].double()
-    scale = float(wanted.abs().max())
-    return tuple(float((it - wanted).abs().max()) / scale for it in (sum(found) / DRAWS, found[0]) if wanted.numel())
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize(("comm_dtype", "step"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 100)])
-def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
     # A rank may own none of the rows.
-    for mean, once in filter(None, two(rounded, kind, comm_dtype)):
+    if wanted.numel():
+        mean, once = (float((it - wanted).abs().max() / wanted.abs().max()) for it in (sum(found) / DRAWS, found[0]))
         assert 0 < once <= step
         assert mean <= step / 6
-
-
-# --- what all must see ----------------------------------------------------------------------------------------------------
-
-
-def one_row_overflows(kind: str, fused: bool) -> tuple[float, bool]:
-    pair = nets(kind, torch.optim.AdamW, pair={"fused": fused, "scales": True}, dtype=torch.float32)
-    before = rows_of(pair.ours.emb)
-    # Of rank 1 alone, and a row that one of the two owns.
-    scale = float("inf") if dist.get_rank() == 1 else 1.0
-    loss = pair.ours.emb(torch.tensor([7])).sum() * scale + pair.ours.outer(torch.ones(DIM)).sum()
-    pair.scalers[0].scale(loss).backward()
-    pair.scalers[0].step(pair.opt)
-    pair.scalers[0].update()
-    return pair.scalers[0].get_scale(), torch.equal(rows_of(pair.ours.emb), before)
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_of_one_row_skips_the_step_of_all(two, kind, fused):
-    assert two(one_row_overflows, kind, fused) == [(512.0, True)] * 2
-
-
-def nonfinite(kind: str) -> list[str]:
-    emb = table(kind)
-    (emb(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
-    messages = []
-    for clip in (nn.utils.clip_grad_norm_, st.clip_grad_norm_):
-        with pytest.raises(RuntimeError, match=r"non-finite|cannot be clipped") as raised:
-            clip(emb.parameters(), 1.0, error_if_nonfinite=True)
-        messages.append(str(raised.value))
-    return messages
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_all_raise_for_a_norm_that_is_not_finite(two, kind):
-    first, second = two(nonfinite, kind)
-    assert first == second
 
 
 # --- first weights --------------------------------------------------------------------------------------------------------
@@ -282,8 +235,8 @@ def test_large_tables_start_alike_in_any_number_of_processes(memory, pool):
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def test_small_tables_start_as_in_one_process(two):
+@on(2)
+def test_small_tables_start_as_in_one_process() -> None:
     torch.manual_seed(3)
     plain = nn.Embedding(500, DIM, padding_idx=2)
-    for found in two(first_weights, None):
-        assert torch.equal(found[0], plain.weight)
+    assert torch.equal(first_weights(None)[0], plain.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from ranks.pair import DIM, Pair, told
+from ranks.run import on
 from speedtransfer.vocabulary import owners_of
 from speedtransfer.vocabulary.policies import share_of
 
@@ -223,8 +225,9 @@ def test_on_evict_that_fails_raises_in_all(two):
     assert not others
 
 
-def written() -> list:
-    """Rows are written, and forgotten, wherever they are; the seed is that of rank 0."""
+@on(2)
+def test_rows_are_written_and_forgotten_wherever_they_are() -> None:
+    """The seed is that of rank 0."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
     emb = embedding(20, padding_idx=-1, seed=None)
@@ -232,18 +235,13 @@ def written() -> list:
     padding = torch.tensor([-1])[rank:]
     emb.vocabulary.update(padding, torch.full((len(padding), DIM), 9.0))
     emb.eval()
-    rows = emb(torch.tensor([0, 1, 2, 10, 11, 12, -1]))[:, 0].tolist()
+    assert emb(torch.tensor([0, 1, 2, 10, 11, 12, -1]))[:, 0].tolist() == [1, 1, 1, 2, 2, 2, 9]
     # One that both name, and one that nobody knows.
-    count = emb.vocabulary.forget([1, 11] if rank else [77, 11])
+    assert emb.vocabulary.forget([1, 11] if rank else [77, 11]) == 2
     unseen = emb.vocabulary.initial_values(np.array([1, 11]), DIM, torch.float64)
     assert torch.equal(emb(torch.tensor([1, 11])), unseen)
-    return [rows, count, emb.vocabulary.seed, len(emb.vocabulary)]
-
-
-def test_rows_are_written_and_forgotten_wherever_they_are(two):
-    first, second = two(written)
-    assert first[:3] == second[:3] == [[1, 1, 1, 2, 2, 2, 9], 2, 0]
-    assert first[3] + second[3] == 4
+    dist.all_reduce(total := torch.tensor(len(emb.vocabulary)))
+    assert (int(total), emb.vocabulary.seed) == (4, 0)
 
 
 def later_gradient() -> tuple[Tensor, Tensor, str, str]:
@@ -271,18 +269,15 @@ def test_rows_of_a_batch_whose_gradient_comes_later_stay(two):
     assert "second time" in again
 
 
-def admitted_after_saves(folder: str) -> int:
+@on(2)
+def test_sightings_do_not_grow_with_each_save(tmp_path: Path) -> None:
     """Ids are seen once, twice saved and loaded, and seen once more."""
     for number in range(3):
         emb = embedding(padding_idx=None, admit=3)
         opt = torch.optim.SGD(emb.parameters(), lr=0.1)
         if number:
-            st.load_checkpoint(f"{folder}/{number - 1}", emb, opt)
+            st.load_checkpoint(tmp_path / f"{number - 1}", emb, opt)
         if number != 1:
             take_step(opt, emb(ids_of(dist.get_rank(), 10)).sum())
-        st.save_checkpoint(f"{folder}/{number}", emb, opt)
-    return len(emb.vocabulary)
-
-
-def test_sightings_do_not_grow_with_each_save(two, tmp_path):
-    assert two(admitted_after_saves, str(tmp_path)) == [0, 0]
+        st.save_checkpoint(tmp_path / f"{number}", emb, opt)
+    assert len(emb.vocabulary) == 0

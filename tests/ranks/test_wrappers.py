@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
 from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, wrap
+from ranks.run import on
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 needs_ignored_params = pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
@@ -28,22 +29,19 @@ def backend(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager")
 
 
-def compiled(kind: str) -> float:
+@pytest.mark.slow  # test_modules_ranks has a compiled model always
+@KINDS
+@on(2, limit=180, timeout=60)
+def test_compiled_models(kind: str) -> None:
     # Of torch, for what comes from one graph into the next.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     around: dict[str, Wrap] = {"inside": lambda net: wrap(backend(net)), "around": lambda net: backend(wrap(net))}
-    far = [trained(kind, way) for way in around.values()]
+    assert all(trained(kind, way) < 1e-12 for way in around.values())
     pair = nets(kind, pair={"wrap": around["inside"]})
     pair.accumulate(0, 1, no_sync=True)
     pair.end()
     torch.compiler.reset()
-    return max(*far, pair.distance())
-
-
-@pytest.mark.slow  # test_modules_ranks has a compiled model always
-@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
-def test_compiled_models(two, kind):
-    assert max(two(compiled, kind, limit=180, timeout=60)) < 1e-12
+    assert pair.distance() < 1e-12
 
 
 # --- ways to wrap a model ---------------------------------------------------------------------------------------------------
@@ -138,17 +136,13 @@ def wrap_fsdp(net: Net) -> nn.Module:
     return fully_shard(net, mesh=mesh, ignored_params=st.table_parameters(net))
 
 
-def under_fsdp(kind: str) -> float:
+@needs_ignored_params
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@on(2)
+def test_fully_shard(kind: str) -> None:
     pair = nets(kind, sgd_with_momentum, pair={"wrap": wrap_fsdp})
-    far = pair.train(0, 1, 2, clip=0.5, clipped=st.clip_grad_norm_)
+    assert pair.train(0, 1, 2, clip=0.5, clipped=st.clip_grad_norm_) < 1e-12
     state = st.full_state_dict(pair.ours)
     if dist.get_rank() == 0:
         for name, weight in pair.one.named_parameters():
             assert float((state[name] - weight.detach()).abs().max()) < 1e-12
-    return far
-
-
-@needs_ignored_params
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_fully_shard(two, kind):
-    assert max(two(under_fsdp, kind)) < 1e-12
