@@ -167,6 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--plot", type=Path, help="a PNG of what is known of the old facts over what is known of the new ones"
     )
     given = parser.parse_args(arguments)
+    if given.rows < 1:
+        parser.error(f"--rows is {given.rows} but must be at least 1")
     num_keys = math.isqrt(max(given.values, 1) - 1) + 1
     if num_keys < 8:
         parser.error(f"--values is {given.values} but each head reads 8 of sqrt(values) half-keys; pass 64 or more")

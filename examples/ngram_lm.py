@@ -297,6 +297,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         text = f"{about} (default: %(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=text, metavar="N")
     args = parser.parse_args(arguments)
+    for name in SIZES:
+        if getattr(args, name) < (name != "seed"):
+            parser.error(
+                f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least {int(name != 'seed')}"
+            )
     try:
         training, validation, vocabulary = read_tokens(args.data, args.vocabulary)
     except OSError as error:

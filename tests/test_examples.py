@@ -74,6 +74,8 @@ ngram_lm --context 700 -> pass a longer one, or a smaller --batch or --context
 ngram_lm --data no-such.txt -> no-such.txt cannot be read
 ngram_lm --data . -> . cannot be read
 ngram_lm --only dens -> invalid choice
+ngram_lm --steps 0 -> --steps is 0 but must be at least 1
+memory_layer --rows -1 -> --rows is -1 but must be at least 1
 memory_layer --values 49 -> --values is 49 but each head reads 8 of sqrt(values) half-keys
 parallel --processes 1 -> --processes is 1 but must be at least 2
 parallel --batch 63 -> --batch is 63 but must be a multiple of --processes, 2

@@ -19,9 +19,9 @@ from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.checkpoint import save_checkpoint
-from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.tables import MEMORIES
-from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary
+from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
+from speedtransfer.tables import MEMORIES, write_lock
+from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, run_folder
 from speedtransfer.word2vec.commands import app, described, read_config
 from speedtransfer.word2vec.run_folder import run_demo
 from speedtransfer.word2vec.settings import SETTINGS
@@ -113,6 +113,32 @@ def test_what_cannot_be(folder):
     assert empty.exit_code == 2
     assert "output is empty" in empty.output
     assert names(folder) == ["corpus.txt"]
+
+
+def test_an_output_folder_beside_what_it_must_be_apart_from(folder):
+    """A corpus of which vectors would be read as text; an earlier run, where the next is refused; and a run under way."""
+    Path("texts/.old").mkdir(parents=True)
+    Path("texts/a.txt").write_text("sea sky " * 300)
+    Path("texts/.old/a.txt").write_text("hidden " * 300)
+    for output in ("texts/out", "texts"):
+        fails_with(InvalidValueError, "lie in each other", "train", "texts", "-o", output, "--overwrite", *QUICK)
+    succeeds("train", "texts", "-o", "out", *QUICK, "--resume")
+    assert Vocabulary.load("out/vocab.txt").words == ["sea", "sky"]
+    before = names("out")
+    for error, *flags in ((HostMemoryError, "--shared-negatives", 10**12), (InvalidValueError, "--memory", "shared")):
+        fails_with(error, "", "train", "texts", "-o", "out", "--overwrite", *QUICK, *flags)
+        assert names("out") == before
+    assert "checkpoint" in before
+    # As of another process, which has opened the file by itself.
+    with run_folder._alone(Path("out").absolute()), Path(next(Path().glob(".out-*.lock"))).open("r+") as lock:
+        held = write_lock._held.copy()
+        write_lock._held.clear()
+        fails_with(
+            StorageError, "another run is writing to 'out'", "train", "texts", "-o", "out", "--overwrite", *QUICK
+        )
+        write_lock._held.update(held)
+        assert lock.readable()
+    assert names(folder) == ["corpus.txt", "out", "texts"]
 
 
 def test_demo(folder, monkeypatch):

@@ -34,6 +34,7 @@ Settings(divide=2) -> InvalidTypeError: divide is 2 but must be True or False
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63
 Settings(lr=10**400) -> InvalidValueError: lr is 1000.* but must be finite
 Settings(optimizer="adamv") -> InvalidValueError: optimizer 'adamv' is not in torch.optim; did you mean 'adam'
+Settings(optimizer="Muon") -> InvalidValueError: optimizer 'Muon' does not train row by row; choose from
 Settings(options=[1]) -> InvalidTypeError: options is \[1\] but must be a dict by argument name
 Settings(options={"lr": 1}) -> InvalidValueError: options holds lr=1, which is a setting of its own; pass it as lr
 Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; did you mean 'eps'
@@ -110,6 +111,7 @@ Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
 read("a b", vocabulary=file("c.tsv", "")) -> StorageError: 'c.tsv' is empty; pass a table of words and counts
+read("a b", vocabulary=file("c.tsv", f"a\t{1 << 62}\nb\t{1 << 62}\n")) -> StorageError: counts 9,223,372,036,854,775,808 words
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t2\na\t3\n")) -> StorageError: line 3 of 'c.tsv' has the word 'a' again; add up
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of 'c.tsv' counts 'b' 0 times; leave it out
 read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count

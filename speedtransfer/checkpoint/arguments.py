@@ -53,6 +53,10 @@ def place_of(path: object) -> Folder | Store:
         folder = Path(path)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
+    if not os.fspath(path):  # type: ignore[call-overload]
+        raise InvalidValueError(
+            "path is '', which would be the current folder; pass that of a folder, '.' for this one"
+        )
     if "\0" in str(folder):
         raise InvalidValueError(f"path {str(folder)!r} has a NUL, which no path has; remove it")
     try:

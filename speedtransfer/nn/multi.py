@@ -411,5 +411,9 @@ class MultiEmbedding(FeatureModules, TableModule):
 
 def by_name(values: Any) -> dict[str, Any]:
     """Return `values`, a sequence or a mapping, by name; a sequence has its numbers for names."""
+    if isinstance(values, nn.Module) and not isinstance(values, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+        raise InvalidTypeError(
+            f"modules is a {type(values).__name__} but must be several; pass a list, or a dict, of them"
+        )
     named = isinstance(values, Mapping | nn.ModuleDict)
     return dict(values.items()) if named else {str(number): value for number, value in enumerate(values)}

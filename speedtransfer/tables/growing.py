@@ -92,7 +92,8 @@ class Growing(Planes):
             return
         if self.max_rows is None:
             raise InvalidValueError(
-                f"num_rows is {num_rows} but the table was made to keep its {self.num_rows} rows; make it with max_rows"
+                f"num_rows is {num_rows} but the table was made to keep its {self.num_rows} rows; make it with max_rows (a "
+                "Table), or the module with a vocabulary"
             )
         if num_rows > self.max_rows:
             raise InvalidValueError(

@@ -53,7 +53,7 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
 _EPS_APART = 1000.0
 STEPS_AS_GIVEN = frozenset({"asgd", "sgd"})  # they move a row by lr times its gradient
 LR_END = 1e-4
-_NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # refused at the first step: not offered
+_NOT_BY_ROWS = frozenset({"adafactor", "lbfgs", "muon", "sparseadam"})  # which tables would refuse at the first step
 _OWN_CHOICE = frozenset({"foreach", "fused", "capturable", "differentiable"})  # options for how torch computes a step
 
 
@@ -66,9 +66,13 @@ def find_optimizer(name: str) -> type[Optimizer]:
         for known, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, Optimizer) and value is not Optimizer
     }
+    offered = sorted(by_lower.keys() - _NOT_BY_ROWS)
     if name.lower() not in by_lower:
-        offered = sorted(by_lower.keys() - _NOT_BY_ROWS)
         raise InvalidValueError(f"optimizer {name!r} is not in torch.optim{suggest(name, offered)}")
+    if name.lower() in _NOT_BY_ROWS:
+        raise InvalidValueError(
+            f"optimizer {name!r} does not train row by row; choose from {', '.join(offered)}"
+        )
     return by_lower[name.lower()]
 
 
@@ -124,6 +128,8 @@ def make_optimizer(
             )
     try:
         return kind(params, **arguments)
+    except (ImportError, MemoryError, RecursionError):  # of torch itself, say after an interrupt of its import
+        raise
     except Exception as error:  # of any kind: torch uses some options before it checks them
         known = inspect.signature(kind).parameters
         for name in (options or {}).keys() - known.keys():

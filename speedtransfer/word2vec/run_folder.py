@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from speedtransfer.errors import InvalidValueError, StorageError, check_no_url, 
 from speedtransfer.lazy import MissingPackageError
 from speedtransfer.ranks import exchange_of, is_first, joined
 from speedtransfer.system import keep_mode, program
+from speedtransfer.tables.write_lock import lock_for_writing
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.checkpoints import Checkpoints
@@ -73,15 +75,25 @@ def train_into(
             "pass --overwrite to begin anew"
         )
     if corpus != "-":
-        find_files(corpus)
+        _check_apart(output, corpus)
     with joined(resolve_device(settings.device)) as others, contextlib.ExitStack() as saving:
         if others is not None and (curves or settings.path is not None):
             raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
+        if others is None and settings.memory == "shared":
+            raise InvalidValueError(
+                "memory is 'shared' but this process is alone; start several (torchrun), or pass another"
+            )
+        if is_first():
+            saving.enter_context(_alone(output))
         with TrainingProgress(not quiet and is_first()) as progress:
             words = Corpus(corpus, report=progress.reading, settings=settings)
-            if not checkpoints.resumes:
+            if checkpoints.resumes:
+                trainer = checkpoints.restore(words, progress)
+            else:
+                # Table files would be in the way; all else goes when there is nothing left to be refused.
+                remove_tables(output / formats.TABLES)
+                trainer = Trainer(words, settings)
                 _clear(output, checkpoints)
-            trainer = checkpoints.restore(words, progress) if checkpoints.resumes else Trainer(words, settings)
             # From the first step until everything is saved a signal only ends training.
             stop = saving.enter_context(StopOnSignal())
             trainer.run(progress, callbacks, stop)
@@ -111,13 +123,46 @@ def _check_output(path: Path, overwrite: bool) -> None:
     check_writable(path, "vectors")
 
 
+def _check_apart(output: Path, corpus: str | list[str]) -> None:
+    """Raise where the corpus has no files, or the next run would read what this one writes as a part of it."""
+    folder = output.resolve()
+    files = [file.resolve() for file in find_files(corpus)]
+    sources = [Path(source).resolve() for source in ([corpus] if isinstance(corpus, str) else corpus)]
+    within = [source for source in sources if source.is_dir() and folder.is_relative_to(source)]
+    within += [file for file in files if file.is_relative_to(folder)]
+    if within:
+        raise InvalidValueError(
+            f"output folder {str(output)!r} and the corpus {str(within[0])!r} lie in each other, and vectors would be read as "
+            "text; choose an output folder outside"
+        )
+
+
+@contextlib.contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Keep other runs out of the folder: by a lock on a file beside it."""
+    digest = hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:8]
+    lock = existing_folder(output.parent) / f".{output.name}-{digest}.lock"
+    with contextlib.suppress(OSError):
+        lock.touch()
+    try:
+        held = lock_for_writing(lock)
+    except StorageError:
+        raise StorageError(
+            f"another run is writing to {str(output)!r}; choose another folder, or wait until it has ended"
+        ) from None
+    try:
+        yield
+    finally:
+        if held is not None:
+            lock.unlink(missing_ok=True)
+
+
 def _holds_a_run(path: Path) -> bool:
     return any((path / name).exists() for name in formats.OWN_FILES)
 
 
 def _clear(folder: Path, checkpoints: Checkpoints) -> None:
-    """Remove what an earlier run left in the folder that this one does not go on from."""
-    remove_tables(folder / formats.TABLES)
+    """Remove what an earlier run left in the folder that this one does not go on from, but for its tables."""
     remove_curves(folder / formats.BOARD)
     checkpoints.remove()
     for name in formats.OWN_FOLDERS:

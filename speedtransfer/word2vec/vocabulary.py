@@ -204,6 +204,10 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
         counts[word] = count
     if not counts and least:
         raise StorageError(f"{str(path)!r} is empty; pass a table of words and counts")
+    if sum(counts.values()) >= 1 << 63:
+        raise StorageError(
+            f"{str(path)!r} counts {sum(counts.values()):,} words in all; divide the counts, to be below 2**63"
+        )
     return list(counts), np.fromiter(counts.values(), np.int64, len(counts))
 
 
