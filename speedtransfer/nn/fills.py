@@ -34,7 +34,6 @@ _INITIAL: dict[Callable[..., Any], tuple[str, dict[str, float]]] = {
 }
 # Whose numbers are the same if drawn in chunks: those that torch gives to __torch_function__ as a whole, too.
 _DRAWS: list[Any] = [Tensor.normal_, Tensor.uniform_, Tensor.random_, init.uniform_, init.normal_, init.constant_]
-_CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_ neg_ abs_ sqrt_ exp_ tanh_ nan_to_num_"
 
 
 def _kinds(weight: Any) -> tuple[VocabularyIds | None, Sharded | None]:
@@ -58,8 +57,8 @@ def _numbers(defaults: dict[str, float], args: Any, kwargs: dict[str, Any]) -> l
     return [float(value) for name, value in given.items() if name != "generator"]
 
 
-def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
-    """Return what is called in place of `func`, which draws values, or, if `is_change`, changes each by itself."""
+def _set(func: Callable[..., Any], draws: bool = True) -> Callable[..., Any]:
+    """Return what is called in place of `func`, which draws values, or sets all to one."""
     kind, defaults = _INITIAL.get(func, ("", {}))
 
     # Functions of torch.nn.init get all arguments by name.
@@ -70,20 +69,14 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
             values = _numbers(defaults, args, kwargs)
             ids.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
             return tensor
-        numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
+        if not draws:
+            return change(func, tensor, args, kwargs)
         if owners is None:
-            if is_change:
-                return change(func, tensor, args, kwargs)
             if not changes_in_chunks(tensor, by_torch=not isinstance(func, FunctionType)) or not _draws_in_chunks(
                 tensor
             ):
                 return NotImplemented
             return change_rows(tensor, lambda values, part: func(values, *args, **kwargs))
-        if is_change and not numbers:
-            return NotImplemented
-        if is_change:
-            owners.change(lambda values: func(values, *args, **kwargs), *_part(tensor))
-            return tensor
         by_row = len(defaults) == 2 and kwargs.get("generator") is None
         drawn = cast(tuple[str, float, float], (kind, *_numbers(defaults, args, kwargs))) if by_row else None
         owners.draw(lambda values: func(values, *args, **kwargs), *_part(tensor), drawn)
@@ -174,6 +167,6 @@ def truncating(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-special.update({func: _set(func, is_change=False) for func in _DRAWS})
-special.update({(func := getattr(Tensor, name)): _set(func, is_change=True) for name in _CHANGES.split()})
+special.update({func: _set(func) for func in _DRAWS})
+special.update({func: _set(func, draws=False) for func in (Tensor.fill_, Tensor.zero_)})
 special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})

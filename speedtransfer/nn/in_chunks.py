@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
+from speedtransfer.optim import Sharded
 from speedtransfer.optim.row_gradient import RowGradient
 
 # Methods of tensors, whose other arguments broadcast to the weight.
@@ -68,7 +69,17 @@ def change_rows(weight: Any, function: Callable[[Tensor, slice], object], draws:
 
 
 def change(func: Callable[..., Any], weight: Any, args: Any, kwargs: Any) -> Any:
-    """Return `weight` when ``func(rows, *args, **kwargs)`` has changed all its rows, or NotImplemented."""
+    """Return `weight` when ``func(rows, *args, **kwargs)`` has changed all its rows, or NotImplemented.
+
+    Of a table of several processes each changes its own, by numbers alone.
+    """
+    owners = handle_of(weight).of.owners if isinstance(weight, TableWeight | WeightData) else None
+    if isinstance(owners, Sharded):
+        if not all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values())):
+            return NotImplemented
+        handle = handle_of(weight)
+        owners.change(lambda rows: func(rows, *args, **kwargs), handle.start, handle.stop)
+        return weight
     if not changes_in_chunks(weight):
         return NotImplemented
     handle = handle_of(weight)

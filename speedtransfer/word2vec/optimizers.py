@@ -70,9 +70,7 @@ def find_optimizer(name: str) -> type[Optimizer]:
     if name.lower() not in by_lower:
         raise InvalidValueError(f"optimizer {name!r} is not in torch.optim{suggest(name, offered)}")
     if name.lower() in _NOT_BY_ROWS:
-        raise InvalidValueError(
-            f"optimizer {name!r} does not train row by row; choose from {', '.join(offered)}"
-        )
+        raise InvalidValueError(f"optimizer {name!r} does not train row by row; choose from {', '.join(offered)}")
     return by_lower[name.lower()]
 
 

@@ -50,7 +50,6 @@ nn.init.eye_(emb.weight)
 emb.weight.data[0].fill_(0)
 emb.weight.data.renorm_(2, 0, 1.0)
 emb.weight.data.lerp_(torch.ones(ROWS, DIM, dtype=torch.float64), 0.1)
-emb.weight.data.pow_(2)
 emb.weight.data.mul_(torch.ones(ROWS, 1, dtype=torch.float64))
 st.Embedding(ROWS + rank, DIM, **group) -> makes a table
 st.Embedding(ROWS, DIM + rank, **group) -> makes a table
