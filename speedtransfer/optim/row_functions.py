@@ -117,9 +117,7 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     elsewhere = func(*one[0], **one[1]).item()
     in_place = func.overloadpacket.__name__.endswith("_")
-    if in_place and not (elsewhere == one[0][0].item() == first.elsewhere):
-        return NotImplemented
-    if elsewhere and first.sparse:
+    if (in_place and elsewhere != first.elsewhere) or (elsewhere and first.sparse):
         return NotImplemented
     args, kwargs = tree_map_only(RowGradient, lambda grad: grad.rows, (args, kwargs))
     return _wrapped(first, func(*args, **kwargs), elsewhere)
