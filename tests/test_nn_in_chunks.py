@@ -114,4 +114,6 @@ def test_what_is_not_by_row_has_all_rows():
             emb.weight.mul_(2)
         with pytest.raises(RuntimeError, match=r"must match|match the size|not broadcast"):
             emb.weight.data.mul_(torch.ones(2, 3))
+        with pytest.raises(RuntimeError, match=r"length|same number"):
+            torch._foreach_add_([emb.weight.data, torch.ones(3, 3)], [torch.ones(3, 3)])
         assert emb.weight.tolist() == [[0, 16, 64], [16, 64, 144], [64, 144, 256]]

@@ -195,7 +195,7 @@ def test_files_by_addresses(options, tmp_path):
         (saved,) = load_file(tmp_path / "model").values()
         assert torch.equal(saved, emb.weight)
         emb.weight.data.mul_(2)
-        assert torch.equal(model.state_dict()["head.weight"], emb.weight)
+        assert torch.equal(model.state_dict(destination=state)["head.weight"], emb.weight)
     for values in (emb.weight, emb.weight.data, emb.weight.detach().cpu()):
         with (
             contextlib.nullcontext()

@@ -46,6 +46,13 @@ g.view(-1)[3:9].fill_(2); g.flatten().add_(1)
 x = g[1:5]; y = g[2]; z = g.view(-1); g.add_(1); x.mul_(2); y.add_(1); z.div_(2)
 x = g[:3]; x.add_(2); g.mul_(x.sum()); x[1].zero_()
 g.sub_(g.mean()); g[5:].div_(2); g.view(10, 6)[0].zero_()
+emb.weight.grad = g - g.mean(); g.mul_(2)
+emb.weight.grad = g * 2; emb.weight.grad[:, 0] = 0
+emb.weight.grad = x = g.clone(); emb.weight.grad[4] = 1.0; x.mul_(2)
+emb.weight.grad = g[:]; emb.weight.grad[:, 1] = 5; g.add_(1)
+v = g[2][None]; w = g[1:3].T; g[:, 1] = 0; v.fill_(7); w.mul_(2)
+x = (g == 0).double(); torch.mul(g, 2, out=x); g.copy_(x)
+g.clamp(min=0.1).clone(), g / g.norm(dim=1, keepdim=True), g.view(torch.int64), (g + 1).sum((0, 1))
 g.T.norm(), g[:, 1], g[::2].sum(), g.unsqueeze(0).sum(), g.cumsum(0), g.argmax(1), g.view(10, 6).sum(1), g.max(1).values
 torch.where(g > 0, g, 0).sum(), torch.dot(g.view(-1), g.view(-1)), g.sub_(g.mean(dim=1, keepdim=True)).sum()
 g[g != 0], g[2, 1], g.chunk(2)[0].mul_(2), g.unbind()[1].sum(), len(g.nonzero()), g.numpy().sum()
@@ -63,12 +70,12 @@ def ran(lib: Any, code: str, ids: Any) -> tuple[list[Any], Any]:
         (emb(torch.tensor(ids)).pow(3).sum() * 2).backward()
         emb(torch.tensor([2, 19])).sum().backward()
         grad = emb.weight.grad
-        names = {"torch": torch, "np": np, "g": grad}
+        names = {"torch": torch, "np": np, "g": grad, "emb": emb}
         if " = " in code or "_(" in code.split(";")[0] or "*=" in code:
             exec(code, names)
         else:
             found.append(eval(code, names))
-        found.append(grad.to_dense().clone())
+        found.append(emb.weight.grad.to_dense().clone())
         opt.step()
     return [*found, emb.weight.detach().clone()], grad
 
@@ -85,6 +92,34 @@ def test_as_of_a_dense_gradient(code: str, ids: Any) -> None:
         torch.testing.assert_close(one, other, equal_nan=True, **close)
     if code in BY_ROW.split("\n"):
         assert len(grad.ids) == (4 if len(ids) < ROWS else ROWS)
+
+
+def test_a_batch_without_ids() -> None:
+    for lib in (nn, st):
+        emb = lib.Embedding(5, 2)
+        emb(torch.tensor([], dtype=torch.int64)).sum().backward()
+        kept = emb.weight.grad
+        assert [(kept == 0).sum((0, 1)), (kept + 1).mean(dim=(0, 1)), (kept + 1).count_nonzero()] == [10, 1, 10]
+        emb.zero_grad()
+        emb(torch.tensor([], dtype=torch.int64)).sum().backward()
+        kept.add_(1)
+        assert not emb.weight.grad.any()
+
+
+@pytest.mark.parametrize("order", [["emb", "head"], ["head", "emb"]], ids=str)
+def test_a_gradient_is_converted_with_its_weight(order: list[str]) -> None:
+    found = []
+    for lib in (nn, st):
+        emb, head = lib.Embedding(20, 4), nn.Linear(4, 20, bias=False)
+        head.weight = emb.weight
+        nn.init.ones_(emb.weight)
+        model = nn.ModuleDict({name: {"emb": emb, "head": head}[name] for name in order})
+        emb(torch.tensor([1, 2, 2])).sum().backward()
+        model.double()
+        found.append(emb.weight.grad.to_dense().clone())
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        found.append(emb.weight.detach().clone())
+    torch.testing.assert_close(found[:2], found[2:])
 
 
 @pytest.mark.parametrize("code", ["g[20] = 0", "g[torch.tensor([1, -21])] = 0", "g[torch.ones(3) > 0] = 0", "g[[30]]"])

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
-from speedtransfer.optim import Sharded
 from speedtransfer.optim.row_gradient import RowGradient
 
 # Methods of tensors, whose other arguments broadcast to the weight.
@@ -73,8 +72,8 @@ def change(func: Callable[..., Any], weight: Any, args: Any, kwargs: Any) -> Any
 
     Of a table of several processes each changes its own, by numbers alone.
     """
-    owners = handle_of(weight).of.owners if isinstance(weight, TableWeight | WeightData) else None
-    if isinstance(owners, Sharded):
+    owners: Any = handle_of(weight).of.owners if isinstance(weight, TableWeight | WeightData) else None
+    if owners is not None and not owners.has_whole:
         if not all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values())):
             return NotImplemented
         handle = handle_of(weight)
@@ -123,6 +122,9 @@ def _of_lists(name: str) -> Callable[..., Any]:
         if not any(map(changes_in_chunks, tensors)):
             return NotImplemented
         given: Any = {**dict(enumerate(args)), **kwargs}
+        given = {key: it.tolist() if isinstance(it, Tensor) and it.dim() == 1 else it for key, it in given.items()}
+        if any(isinstance(it, list | tuple) and len(it) != len(tensors) for it in given.values()):
+            raise RuntimeError(f"the lists of _foreach_{name} have different lengths; pass as many of each")
         if name in ("addcmul_", "addcdiv_") and len(args) > 2:
             given["value"] = given.pop(2)
         for number, tensor in enumerate(tensors):

@@ -26,7 +26,7 @@ OF_VOCABULARY = "vocabulary."
 _placeholders: ContextVar[list[tuple[Tensor, Handle]] | None] = ContextVar("placeholders", default=None)
 _plans: ContextVar[Mapping[Handle, LoadPlan]] = ContextVar("plans", default={})  # noqa: B039 - nobody writes to it
 # The rows that a state dict has of a weight, for its other names there: what writes files finds ties by their memory.
-_shown: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Callable[[], Tensor | None]]]
+_shown: weakref.WeakKeyDictionary[Any, tuple[Callable[[], Any], Callable[[], Tensor | None], int]]
 _shown = weakref.WeakKeyDictionary()
 
 
@@ -72,14 +72,14 @@ def with_weight(module: nn.Module, weight: Tensor | None) -> Iterator[Any]:
 
 def _rows_in(destination: Any, handle: Any) -> Tensor:
     """Return all rows of a weight, or of a part of one, where they are stored, for a state dict: the same under each name."""
-    known, shown = _shown.get(handle, (lambda: None, lambda: None))
-    whole = shown() if known() is destination else None
+    known, shown, version = _shown.get(handle, (lambda: None, lambda: None, 0))
+    whole = shown() if known() is destination and version == handle.table.version else None
     if whole is None:
         handle.of.step.recover()
         with outside_of_transforms():
             whole = handle.of.rows.whole("weight", handle.start, handle.stop)
         if isinstance(destination, OrderedDict):
-            _shown[handle] = weakref.ref(destination), weakref.ref(whole)
+            _shown[handle] = weakref.ref(destination), weakref.ref(whole), handle.table.version
     return whole
 
 

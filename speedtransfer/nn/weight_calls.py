@@ -69,6 +69,8 @@ def _set_data(weight: Any, values: Tensor) -> None:
     handle = handle_of(weight)
     if isinstance(values, TableWeight | WeightData):
         other = handle_of(values)
+        if other is handle:
+            return
         if other.of is not handle.of and not other.aliased and other.of.param_ref() is not None:
             # Of one that is aliased the memory tells; one without a parameter are rows that another weight had before.
             raise InvalidValueError(

@@ -65,6 +65,7 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
         handle.rows.catch_up()
         # As in torch: `values` becomes the memory of the weight, and other tensors over the memory so far keep it.
         table.take("weight", values)
+        handle.views.show_memory()
         handle.reset_param()
         return
     handle.views.detach_aliases()

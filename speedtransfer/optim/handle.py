@@ -395,7 +395,7 @@ class Handle:
         self.id_space.check_dtype(dtype)
         self.drop_state(f"the table became {dtype}")
         self.rows = self.rows.astype(dtype)
-        self.pending.clear()
+        self.pending.convert(dtype)
         self.reset_param()
         self.owners.share_rows()
         self.id_space.rows_replaced()
@@ -416,10 +416,13 @@ class Handle:
         self.reset_param()
 
     def replace(self, rows: Rows, reason: str) -> None:
-        """Use the rows of another table; drop the state of the rows, and the gradient."""
+        """Use the rows of another table; drop the state of the rows, and, if there are more or fewer, the gradient."""
         self.drop_state(reason)
+        if rows.table.num_rows == self.rows.table.num_rows:
+            self.pending.convert(rows.dtype)
+        else:
+            self.pending.clear()
         self.rows = rows
-        self.pending.clear()
         self.reset_param()
 
     def drop_state(self, reason: str) -> None:

@@ -350,7 +350,10 @@ class PendingGradient:
         """Use the gradient that `gradient` returned, after a change of its rows (`RowGradient`)."""
         handle = self._handle()
         # One that was shown before zero_grad, or a copy of one that has become dense since, is not the gradient any more.
-        if self.grad is None or before.untyped_storage().data_ptr() != self.grad.untyped_storage().data_ptr():
+        if self.grad is None:
+            return
+        same = before.numel() and before.untyped_storage().data_ptr() == self.grad.untyped_storage().data_ptr()
+        if before is not self.grad and not same:
             return
         if how in ("zeroed", "viewed"):
             self._viewed = self._viewed or how == "viewed"
@@ -369,6 +372,9 @@ class PendingGradient:
         else:
             self.touched = self.ids
             self.set_gradient(ids, grad)
+            if self._followed is not None:
+                # It is the same tensor in torch.
+                self._followed.parts.set(ids, grad, NOTHING)
 
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Set the gradient of the whole table to `grad`, ``(num_rows, dim)`` or None."""
@@ -502,6 +508,15 @@ class PendingGradient:
         """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""
         self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
         self.active, self.state_rows = None, {}
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Have the pending gradient in another dtype, that of the weight by now; who was shown the one so far keeps it."""
+        ids, grad, known, whole = self.ids, self.grad, self.known, self.used_whole
+        self.clear()
+        self._shown = self._parts = None
+        if ids is not None and grad is not None and dtype.is_floating_point:
+            self.set_gradient(ids, grad.to(dtype), known)
+            self.used_whole = whole
 
     def trim(self) -> None:
         """Drop the padding of the pending gradient, for which the host waits."""

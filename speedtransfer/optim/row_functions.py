@@ -86,7 +86,9 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad = args[0]
     rows = func(grad.rows, *args[1:], **kwargs)
-    elsewhere = torch.tensor(grad.elsewhere, device="cpu").to(rows.dtype).item() if grad.elsewhere else 0
+    elsewhere = (
+        torch.tensor(grad.elsewhere, dtype=grad.dtype, device="cpu").to(rows.dtype).item() if grad.elsewhere else 0
+    )
     return _wrapped(grad, rows, elsewhere)
 
 
@@ -159,15 +161,15 @@ def _scaled(func: Any, args: tuple[Any, ...], rounding: dict[str, Any]) -> Any:
     if isinstance(other, Tensor):
         if other.dim() > grad.dim() or torch.broadcast_shapes(other.shape, grad.shape) != grad.shape:
             return NotImplemented
-        # A factor for each row, such as a mask.
-        if other.dim() == grad.dim() and other.shape[0] == grad.shape[0] != 1:
-            other = other[grad.trim().ids.to(other.device)]
         # 0 / 0 and 0 * inf make rows without a gradient NaN. A single factor is not checked: the host would wait for the GPU,
         # and such a factor shows in the loss.
         if other.numel() > 1:
             kept = (other != 0) & ~other.isnan() if func.overloadpacket in _DIVISIONS else other.isfinite()
             if not bool(kept.all()):
                 return NotImplemented
+        # A factor for each row, such as a mask.
+        if other.dim() == grad.dim() and other.shape[0] == grad.shape[0] != 1:
+            other = other[grad.trim().ids.to(other.device)]
     elif other != other or (other == 0 if func.overloadpacket in _DIVISIONS else math.isinf(other)):
         return NotImplemented
     result = func(grad.rows, other, **rounding) if first is grad else func(other, grad.rows)
@@ -222,6 +224,9 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     dims = dims_of(given, grad.dim())
+    if (dims and dims[-1] >= grad.dim()) or (packet in _DEVIATIONS and not grad.dtype.is_floating_point):
+        # Torch says what is wrong.
+        return NotImplemented
     if dims == [1]:
         return _of_each_row(func, args, kwargs)
     if packet in _NORMS and (grad.elsewhere or order_of(args, kwargs) <= 0):
@@ -238,7 +243,7 @@ def dims_of(given: dict[str, Any], num_dims: int) -> list[int] | None:
     dim = given.get("dim")
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     over_all = not dims or len(dims) == num_dims
-    return None if over_all and not given.get("keepdim") else sorted(each % num_dims for each in dims)
+    return None if over_all and not given.get("keepdim") else sorted(each + num_dims * (each < 0) for each in dims)
 
 
 def _with_others(func: Any, grad: RowGradient, given: dict[str, Any], args: Any, kwargs: Any) -> Any:
@@ -258,7 +263,7 @@ def _with_others(func: Any, grad: RowGradient, given: dict[str, Any], args: Any,
         correction = given.get("correction")
         found = squares / max(0, total - (1 if correction is None else correction))
         return (found.sqrt() if packet is aten.std else found).to(rows.dtype)
-    result = func(rows, *args[1:], **kwargs) if known else func(rows.new_zeros(1), *args[1:], **kwargs)
+    result = func(rows, *args[1:], **kwargs) if known else func(rows.new_zeros(1, *grad.shape[1:]), *args[1:], **kwargs)
     if packet is aten.mean:
         wide = rows.sum(dtype=torch.promote_types(result.dtype, torch.float32))
         return ((wide + (total - known) * elsewhere) / total).to(result.dtype)

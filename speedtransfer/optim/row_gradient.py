@@ -200,9 +200,9 @@ class RowGradient(Tensor):
 
     def view_dense(self) -> Tensor:
         """Make every row active, and return the dense values to be viewed: writes to a view do not count as writes here."""
-        rows = self.make_dense()
-        self._tell(rows, "viewed")
-        return rows
+        self._tell(self.make_dense(), "viewed")
+        # Of a part they have moved, where the whole has become dense.
+        return self.rows
 
     # Functions that read or write memory and do not reach the dispatcher. They make the gradient dense.
 
@@ -318,7 +318,7 @@ def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             isinstance(result, RowGradient)
             and result.ids is out.ids
             and result.dtype == out.dtype
-            and not result.elsewhere
+            and not (result.elsewhere or out.elsewhere)
         ):
             out.rows.copy_(result.rows)
             out.parts.count_write()

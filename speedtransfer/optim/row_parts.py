@@ -96,10 +96,9 @@ def place_of(ids: Tensor, start: int, stop: int) -> slice:
 
 def _view(grad: RowGradient, parts: Parts, length: int) -> RowGradient:
     def changed(before: Tensor, ids: Tensor, rows: Tensor, how: str) -> None:
-        if how == "dense":
+        # Also where all of the part is active: its rows would move when the whole becomes dense, and a view of them would not.
+        if how in ("dense", "viewed"):
             grad.view_dense()
-        elif how == "viewed":
-            grad._tell(grad.rows, how)
 
     made = RowGradient(length, parts.ids, parts.rows, changed)
     made.parts = parts
@@ -113,6 +112,8 @@ def slice_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(grad) is not RowGradient or kwargs or dim != 0 or step != 1 or grad.sparse or grad.dim() != 2:
         return NotImplemented
     begin, end, _ = slice(start, stop).indices(grad.shape[0])
+    if (begin, end) == (0, grad.shape[0]):
+        return grad.detach()
     return _view(grad, SliceParts(grad.trim().parts, begin, max(begin, end)), max(0, end - begin))
 
 
@@ -129,6 +130,8 @@ def select_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def flat_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return all values of a gradient in one dimension, in the same memory, as ``grad.view(-1)``."""
     grad, size = args
+    if isinstance(size, torch.dtype):
+        return NotImplemented
     fits = list(size) in ([-1], [grad.numel()]) if isinstance(grad, RowGradient) else False
     if type(grad) is not RowGradient or not fits or grad.sparse or grad.dim() != 2 or not grad.rows.is_contiguous():
         return NotImplemented
@@ -187,6 +190,8 @@ def _chosen(grad: RowGradient, index: Any) -> Tensor | None:
         return (
             (ids >= rows.start) & (ids < rows.stop) & ((ids - rows.start) % rows.step == 0) if rows.step > 0 else None
         )
+    if isinstance(index, list) and not all(isinstance(each, int) for each in index):
+        return None
     if isinstance(index, list | np.ndarray | int) and not isinstance(index, bool):
         try:
             index = torch.as_tensor(index, device=ids.device)

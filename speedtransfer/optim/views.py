@@ -208,6 +208,12 @@ class Views:
                     tensor.detach_from_table(kept)  # type: ignore[attr-defined]
         self.aliases = []
 
+    def show_memory(self) -> None:
+        """Let the rows that a graph has be those of the memory that the table has by now: it has saved the weight itself."""
+        whole = None if self._whole is None else self._whole[0]()
+        if whole is not None:
+            whole.data = self._handle().table.view("weight")
+
     def forget_whole(self) -> None:
         """Read all rows anew for the next graph: the table has others."""
         self._whole = None

@@ -32,6 +32,8 @@ def rows_of(handle: Any, grad: Tensor) -> Part:
     With lazy idle rows those whose gradient is zero are not active.
     """
     if isinstance(grad, RowGradient):
+        if grad.elsewhere:
+            grad.make_dense()
         return grad.ids, grad.rows, grad.known
     if grad.is_sparse:
         return (*_rows_of_sparse(handle, grad), NOTHING)
