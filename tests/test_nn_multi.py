@@ -6,6 +6,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -264,3 +265,26 @@ def test_a_dict_with_such_a_name_stays_apart() -> None:
     replaced = st.replace_embeddings(model, 0, fuse=True)
     assert replaced == ["sizes.weight", "sizes.shop"]
     assert "a feature is named 'weight'" in replaced.notes["sizes.weight"]
+
+
+def test_a_copy_of_a_model_with_a_head_tied_to_a_feature(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.emb, model.head = st.MultiEmbedding({"a": 5, "b": 7}, 4), nn.Linear(4, 5, bias=False)
+    model.head.weight = model.emb["a"].weight
+    for each in (copied := copy.deepcopy(model), model):
+        opt = torch.optim.Adam(each.emb.parameters(), lr=0.1)
+        for _ in range(2):
+            opt.zero_grad()
+            each.head(each.emb["a"](torch.tensor([1, 2]))).square().sum().backward()
+            opt.step()
+    assert torch.equal(copied.head.weight, copied.emb["a"].weight)
+    assert torch.equal(copied.emb.weight, model.emb.weight)
+    st.save_checkpoint(tmp_path, model, opt)
+    nn.init.zeros_(copied.emb.weight)
+    st.load_checkpoint(tmp_path, copied)
+    assert torch.equal(copied.head.weight, model.head.weight)
+    alone = copy.deepcopy(model.head)
+    with torch.no_grad():
+        alone.weight.zero_()
+    assert torch.equal(copied.head.weight, model.head.weight)

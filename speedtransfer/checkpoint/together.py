@@ -114,8 +114,8 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
         elif isinstance(value, Optimizer):
             params = (param for group in value.param_groups for param in group["params"])
         for handle in map(find_handle, params):
-            if handle is not None and not handle.owners.has_whole:
-                found.setdefault(handle.owners.exchange, []).append(handle)
+            if handle is not None and not handle.of.owners.has_whole:
+                found.setdefault(handle.of.owners.exchange, []).append(handle)
     if len(found) > 1:
         groups = [f"{handles[0]}: {dist.get_process_group_ranks(each.group)}" for each, handles in found.items()]
         raise InvalidValueError(

@@ -221,8 +221,14 @@ class FeatureView:
             "optimizer, or whatever reads gradients, the parameters() of the MultiEmbedding or of the model"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
-        """Copy the rows to a table of their own."""
+    def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
+        """Make a parameter for these rows."""
+        return self.weight()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Handle | FeatureView:
+        """Copy the rows to a table of their own, or, where all rows are copied, too, take theirs of that copy."""
+        if id(self.of) in memo:
+            return FeatureView(memo[id(self.of)], self.start, self.stop, self.number, self.name)
         memory: Any = "pageable" if self.of.table.device.type == "cpu" else "device"
         values = self.whole().detach().clone()
         made = Table.from_array(values, memory, device=self.of.table.device, copy=False)
