@@ -14,7 +14,7 @@ from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.optim.row_parts import SliceParts, place_of
+from speedtransfer.optim.row_parts import place_of, slice_of
 from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Table
@@ -141,7 +141,7 @@ class FeatureView:
         assert features is not None
         shown, parts = features.shown.get(self.number), features.parts.get(self.number)
         if parts is None or parts.of is not whole.parts:
-            parts = features.parts[self.number] = SliceParts(whole.parts, self.start, self.stop)
+            parts = features.parts[self.number] = slice_of(whole.parts, self.start, self.stop)
         if shown is None or shown.parts is not parts or shown.sparse != whole.sparse:
             shown = RowGradient(self.num_rows, parts.ids, parts.rows, self._refuse_dense, whole.sparse)
             shown.parts, features.shown[self.number] = parts, shown

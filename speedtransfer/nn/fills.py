@@ -72,9 +72,8 @@ def _set(func: Callable[..., Any], draws: bool = True) -> Callable[..., Any]:
         if not draws:
             return change(func, tensor, args, kwargs)
         if owners is None:
-            if not changes_in_chunks(tensor, by_torch=not isinstance(func, FunctionType)) or not _draws_in_chunks(
-                tensor
-            ):
+            by_torch = not isinstance(func, FunctionType)
+            if not (changes_in_chunks(tensor, by_torch) and _draws_in_chunks(tensor)):
                 return NotImplemented
             return change_rows(tensor, lambda values, part: func(values, *args, **kwargs))
         by_row = len(defaults) == 2 and kwargs.get("generator") is None

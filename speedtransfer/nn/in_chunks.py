@@ -72,16 +72,17 @@ def change(func: Callable[..., Any], weight: Any, args: Any, kwargs: Any) -> Any
 
     Of a table of several processes each changes its own, by numbers alone.
     """
-    owners: Any = handle_of(weight).of.owners if isinstance(weight, TableWeight | WeightData) else None
-    if owners is not None and not owners.has_whole:
+    if not isinstance(weight, TableWeight | WeightData):
+        return NotImplemented
+    handle = handle_of(weight)
+    owners: Any = handle.of.owners
+    if not owners.has_whole:
         if not all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values())):
             return NotImplemented
-        handle = handle_of(weight)
         owners.change(lambda rows: func(rows, *args, **kwargs), handle.start, handle.stop)
         return weight
     if not changes_in_chunks(weight):
         return NotImplemented
-    handle = handle_of(weight)
     shape = handle.num_rows, handle.table.dim
     if not all(_is_in_rows(value, shape) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)):
         return NotImplemented

@@ -13,27 +13,19 @@ from speedtransfer.optim.row_gradient import Parts, RowGradient
 from speedtransfer.tables import NOTHING, Known
 
 
-class _View(Parts):
-    """What a view has of the parts `of` a gradient, as these are by now."""
+class PartsView(Parts):
+    """What `take` makes of the ids and the rows of a gradient, which `of` has, as these are by now."""
 
-    __slots__ = ("_seen", "of")
-    _seen: tuple[Tensor, Tensor, Tensor]
+    __slots__ = ("_seen", "_take", "of")
 
-    def __init__(self, of: Parts) -> None:
-        self.of = of
-        self._look()
-
-    def _taken(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids and the rows of the view, of those of the whole."""
-        raise NotImplementedError
-
-    def _look(self) -> None:
-        self._seen = self.of.rows, *self._taken(self.of.ids, self.of.rows)
+    def __init__(self, of: Parts, take: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self.of, self._take = of, take
+        self._seen: tuple[Tensor, Tensor, Tensor] = of.rows, *take(of.ids, of.rows)
 
     def _now(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradient of all as it is by now, and the ids and the gradient of the view."""
         if self._seen[0] is not self.of.rows:
-            self._look()
+            self._seen = self.of.rows, *self._take(self.of.ids, self.of.rows)
         return self._seen
 
     @property
@@ -58,20 +50,6 @@ class _View(Parts):
         """Have the gradient of all show that it was written to."""
         self.of.count_write()
 
-
-class SliceParts(_View):
-    """The active rows from row `start` to `stop` of the gradient of all."""
-
-    __slots__ = ("start", "stop")
-
-    def __init__(self, of: Parts, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        super().__init__(of)
-
-    def _taken(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        at = place_of(ids, self.start, self.stop)
-        return ids[at] - self.start, rows[at]
-
     def freeze(self) -> None:
         """Go on showing what there is now, whatever becomes of the gradient of all."""
         frozen = Parts()
@@ -79,14 +57,20 @@ class SliceParts(_View):
         self.of = frozen
 
 
-class _FlatParts(_View):
-    """The values of all active rows, one after the other: each is a row of one value."""
+def slice_of(parts: Parts, start: int, stop: int) -> PartsView:
+    """Return the active rows from row `start` to `stop`."""
 
-    __slots__ = ()
+    def take(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        at = place_of(ids, start, stop)
+        return ids[at] - start, rows[at]
 
-    def _taken(self, ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        width = rows.shape[1]
-        return (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device)).view(-1), rows.view(-1)
+    return PartsView(parts, take)
+
+
+def _flat(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values of all active rows, one after the other: each is a row of one value."""
+    width = rows.shape[1]
+    return (ids.unsqueeze(1) * width + torch.arange(width, device=ids.device)).view(-1), rows.view(-1)
 
 
 def place_of(ids: Tensor, start: int, stop: int) -> slice:
@@ -114,7 +98,7 @@ def slice_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     begin, end, _ = slice(start, stop).indices(grad.shape[0])
     if (begin, end) == (0, grad.shape[0]):
         return grad.detach()
-    return _view(grad, SliceParts(grad.trim().parts, begin, max(begin, end)), max(0, end - begin))
+    return _view(grad, slice_of(grad.trim().parts, begin, max(begin, end)), max(0, end - begin))
 
 
 def select_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,7 +119,7 @@ def flat_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fits = list(size) in ([-1], [grad.numel()]) if isinstance(grad, RowGradient) else False
     if type(grad) is not RowGradient or not fits or grad.sparse or grad.dim() != 2 or not grad.rows.is_contiguous():
         return NotImplemented
-    return _view(grad, _FlatParts(grad.trim().parts), grad.numel())
+    return _view(grad, PartsView(grad.trim().parts, _flat), grad.numel())
 
 
 def rows_at(grad: RowGradient, index: Any, negative: bool) -> Any:
@@ -167,11 +151,7 @@ def zero_rows(grad: RowGradient, index: Any, value: Any) -> bool:
     if not is_zero or grad.sparse or grad.elsewhere or grad.of_graph or grad.dim() != 2:
         return False
     index, *more = index if isinstance(index, tuple) and index else (index,)
-    every: list[Callable[[Any], bool]] = [
-        lambda it: it is Ellipsis,
-        lambda it: isinstance(it, slice) and it == slice(None),
-    ]
-    if not all(any(is_every(it) for is_every in every) for it in more) or len(more) > 1:
+    if len(more) > 1 or not all(it is Ellipsis or (isinstance(it, slice) and it == slice(None)) for it in more):
         return False
     chosen = _chosen(grad.trim(), index)
     if chosen is None:

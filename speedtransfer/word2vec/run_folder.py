@@ -38,7 +38,7 @@ from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.run import make_callbacks, remove_curves
 from speedtransfer.word2vec.settings import Settings, check_writable, existing_folder
-from speedtransfer.word2vec.text import find_files
+from speedtransfer.word2vec.text import find_files, in_all
 from speedtransfer.word2vec.trainer import Trainer
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -83,8 +83,11 @@ def train_into(
             raise InvalidValueError(
                 "memory is 'shared' but this process is alone; start several (torchrun), or pass another"
             )
-        if is_first():
-            saving.enter_context(_alone(output))
+        # All raise where the first cannot.
+        in_all(
+            None if others is None else exchange_of(others),
+            lambda: saving.enter_context(_alone(output)) if is_first() else None,
+        )
         with TrainingProgress(not quiet and is_first()) as progress:
             words = Corpus(corpus, report=progress.reading, settings=settings)
             if checkpoints.resumes:
