@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_views_of_memory_that_the_weight_has_left() -> None:
 @pytest.mark.parametrize("name", ["adamax", "sgd-momentum", "adam-weight-decay"])
 def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
     twins = trained(name)
-    given = [torch.linspace(-1, 1, 480, dtype=torch.float64).view(60, 8) for _ in "12"]
+    given = [torch.linspace(-1, 1, 480, dtype=torch.float64).view(60, 8).clone() for _ in "12"]
     if how == "data":
         for module, values in zip(twins.modules, given, strict=True):
             module.weight.data = values
@@ -113,9 +114,10 @@ def test_nothing_of_ours_is_one(tmp_path: Path) -> None:
         kept = None
         gc.collect()
         assert not emb.table.has_views, name
-    kept = emb.weight.data
+    kept = [emb.weight.data, emb.table.plane(emb.table.planes[1])]
+    kept.pop()
     assert emb.table.has_views
-    del kept
+    kept.clear()
     assert not emb.table.has_views
 
 
@@ -162,9 +164,28 @@ def test_two_tables_over_one_file(idle: str, tmp_path: Path) -> None:
 
 
 def test_files_that_are_written_by_another_table_no_more(tmp_path: Path) -> None:
+    """What was written unseen is read again, by arrays too."""
     np.save(tmp_path / "table.npy", np.zeros((10, 3)))
-    first, second = (st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True) for _ in range(2))
+    first = st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True)
+    log = first.watch()
+    second = st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True)
     assert first.has_views
     del second
     gc.collect()
     assert not first.has_views
+    assert first.written_since(log) is None
+    log = first.watch()
+    first.torch().numpy()[2] = 1
+    assert first.written_since(log) is None
+
+
+def test_tables_over_parts_of_one_array() -> None:
+    array = np.arange(14.0).reshape(7, 2)
+    parts = [array[:5], array[2:]]
+    tables = [st.Table.from_array(torch.from_numpy(part), copy=False, memory="pageable") for part in parts]
+    for table, part in zip(tables, parts, strict=True):
+        assert np.array_equal(table.torch(), part)
+        # Views have one memory.
+        one, other = copy.deepcopy([table.torch(), table.torch()])
+        one.fill_(7)
+        assert other.eq(7).all()

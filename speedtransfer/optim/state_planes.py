@@ -235,7 +235,7 @@ class StatePlanes:
             return True
         stored = table.stored(plane)
         is_it = value.layout == torch.strided and value.data_ptr() == stored.data_ptr()
-        return not is_it and table.open_views.exist({plane: stored})
+        return not is_it and table.open_views.exist([stored])
 
     def _begin_anew(self, name: str, ids: Tensor) -> None:
         """Give the rows `ids` (n,) their initial state."""

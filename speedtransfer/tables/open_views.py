@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.dlpack import from_dlpack
 class _Made(NamedTuple):
     """A storage over the memory of a plane, at an address: of views; or of whoever gave that memory, which the plane keeps."""
 
-    name: str
     address: int
     storage: StorageWeakRef
     is_given: bool
@@ -37,59 +36,60 @@ class OpenViews:
         self.made = list[_Made]()
         self._num_asked = 0
 
-    def of(self, name: str, plane: Tensor) -> Tensor:
+    def of(self, plane: Tensor) -> Tensor:
         """Return a view of the whole of a plane; it counts changes together with the plane."""
         if plane.is_meta or not plane.numel():
             return plane
         self._num_asked += 1
         with torch.inference_mode(False), torch.no_grad():
-            storage = self._known(name, plane)
+            storage = self._known(plane)
             if storage is None:
                 storage = _another_over(plane)
-                self._note(_Made(name, plane.data_ptr(), StorageWeakRef(storage), False))
+                self._note(_Made(plane.data_ptr(), StorageWeakRef(storage), False))
             return _with_storage(plane, storage)
 
-    def over_given(self, name: str, values: Tensor) -> Tensor:
+    def over_given(self, values: Tensor) -> Tensor:
         """Return a plane over the memory of `values`; who has that memory has views of the plane."""
         if not values.numel():
             return values
-        self._note(_Made(name, values.data_ptr(), StorageWeakRef(values.untyped_storage()), True))
+        self._note(_Made(values.data_ptr(), StorageWeakRef(values.untyped_storage()), True))
         with torch.no_grad():
             return _with_storage(values, _another_over(values))
 
-    def note_other(self, name: str, plane: Tensor, other: Tensor) -> None:
+    def note_other(self, plane: Tensor, other: Tensor) -> None:
         """Note another tensor over the memory of a plane, which somebody has mapped again."""
         self._num_asked += 1
-        self._note(_Made(name, plane.data_ptr(), StorageWeakRef(other.untyped_storage()), False))
+        self._note(_Made(plane.data_ptr(), StorageWeakRef(other.untyped_storage()), False))
 
     def have(self, storage: UntypedStorage) -> bool:
         """Tell whether a storage is one of theirs."""
-        return any(made.storage.cdata == storage._cdata and not made.storage.expired() for made in self.made)
+        return any(made.storage.cdata == storage._cdata for made in self.made)
 
-    def exist(self, planes: Mapping[str, Tensor]) -> bool:
+    def exist(self, planes: Iterable[Tensor]) -> bool:
         """Tell whether there are any, of `planes` where these are now."""
         return bool(self.made and self._alive(planes))
 
-    def _alive(self, planes: Mapping[str, Tensor]) -> list[_Made]:
+    def _alive(self, planes: Iterable[Tensor]) -> list[_Made]:
         # Nobody gets at a storage any more that nobody has.
         self.made = [made for made in self.made if made.is_seen()]
-        return [made for made in self.made if made.name in planes and planes[made.name].data_ptr() == made.address]
+        places = {plane.data_ptr() for plane in planes}
+        return [made for made in self.made if made.address in places]
 
-    def sign(self, planes: Mapping[str, Tensor]) -> int | None:
+    def sign(self, planes: Iterable[Tensor]) -> int | None:
         """Return a number that changes when somebody may have written unseen, by an array made of a view; None: at any time.
 
         Whoever gave the memory of a plane mostly just keeps it; rows are read ahead all the same.
         """
         return None if any(not made.is_given for made in self._alive(planes)) else self._num_asked
 
-    def _known(self, name: str, plane: Tensor) -> UntypedStorage | None:
+    def _known(self, plane: Tensor) -> UntypedStorage | None:
         """Return the storage of views that are alive, so that tensors over one plane have one storage."""
         for made in self.made:
-            if made.name == name and made.address == plane.data_ptr() and not made.is_given:
+            if made.address == plane.data_ptr() and not made.is_given:
                 # None where the last of them is gone.
-                alive = UntypedStorage._new_with_weak_ptr(made.storage.cdata)
-                # A plane may have grown where it is.
-                if alive is not None and alive.nbytes() == plane.untyped_storage().nbytes():
+                alive, own = UntypedStorage._new_with_weak_ptr(made.storage.cdata), plane.untyped_storage()
+                # A plane may have grown where it is; the memory of another table may begin elsewhere.
+                if alive is not None and (alive.data_ptr(), alive.nbytes()) == (own.data_ptr(), own.nbytes()):
                     return alive
         return None
 
@@ -121,7 +121,7 @@ def _ours() -> int:
     """Return how many hold a storage that nobody else has: a plane, and what Python has made of it."""
     assert _num_holders is not None
     views, memory = OpenViews(), torch.empty(1, device="cpu")
-    plane = views.over_given("", memory)
+    plane = views.over_given(memory)
     del memory
     assert len(plane)
     return _num_holders(views.made[0].storage.cdata)

@@ -331,7 +331,7 @@ class Planes:
 
     def sign_of_views(self) -> int | None:
         """Return a number that changes when rows may have been written unseen, by arrays of views; None: at any time."""
-        return None if self._viewed else self.open_views.sign(self._planes)
+        return None if self._viewed else self.open_views.sign(self._planes.values())
 
     def __len__(self) -> int:
         return self.num_rows
@@ -449,7 +449,7 @@ class Planes:
 
     def view(self, name: str) -> Tensor:
         """Return what `stored` does, to somebody who may keep it; as long as it is kept `has_views`."""
-        return self.open_views.of(name, self.stored(name))
+        return self.open_views.of(self.stored(name))
 
     def is_in(self, storage: Any) -> bool:
         """Tell whether a storage is that of a plane, or of a view of one."""
@@ -461,7 +461,7 @@ class Planes:
     @property
     def has_views(self) -> bool:
         """Whether somebody has a tensor over the memory, which shows rows as they are stored."""
-        return self.open_views.exist(self._planes)
+        return self.open_views.exist(self._planes.values())
 
     def chunk(self, name: str, rows: slice) -> Tensor:
         """Return the rows ``rows.start`` to ``rows.stop`` of a plane: a view, or a copy as by `plane`, which always fits."""
@@ -511,7 +511,7 @@ class Planes:
         self._release(old)
         self._outlive(old)
         self._place.adopt(values)
-        values = self.open_views.over_given(name, wait_until_filled(values))
+        values = self.open_views.over_given(wait_until_filled(values))
         self._planes = {**self._planes, name: values}
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 

@@ -48,6 +48,6 @@ def have_same_rows(one: Any, two: Any) -> bool:
 
 def _note(table: Any, other: Any) -> None:
     for one, two in ((table, other), (other, table)):
-        one.open_views.note_other("weight", one.stored("weight"), two.stored("weight"))
+        one.open_views.note_other(one.stored("weight"), two.stored("weight"))
         if one._cache is not None:
             one._cache.shrink(0)

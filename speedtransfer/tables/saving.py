@@ -111,7 +111,7 @@ class Saving(Planes):
         if not copy and place.name == "pageable" and ordinary and cache is None and max_rows is None:
             place.adopt(tensor)
             made = cls.__new__(cls)._adopt(place, tensor)
-            made._planes = {"weight": made.open_views.over_given("weight", tensor)}
+            made._planes = {"weight": made.open_views.over_given(tensor)}
             see_others_in_memory(made)
             return made
         return cls._copied(place, tensor, tensor.dtype)._start_cache(cache)
