@@ -158,7 +158,6 @@ def zero_rows(grad: RowGradient, index: Any, value: Any) -> bool:
         return False
     with torch.no_grad():
         grad.rows.masked_fill_(chosen.unsqueeze(1), 0)
-    grad.parts.count_write()
     return True
 
 
