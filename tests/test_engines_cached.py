@@ -139,8 +139,9 @@ def test_rows_are_read_once_and_written_when_somebody_waits():
     assert plane[[20, 25]].eq(7).all()
     read(engine, [plane], [25])
     assert inner.gathered[3:] == []  # still known
+    write(engine, [plane], [25], 7.0)
     engine.wait()
-    assert inner.scattered[2:] == []  # nothing is new
+    assert inner.scattered[2:] == [[25]]  # nothing else is new
     read(engine, [plane], [25])
     assert inner.gathered[3:] == [[25]]
 
@@ -166,6 +167,7 @@ def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
 
 def test_a_write_to_a_plane_that_lacks_rows():
     plane, engine = torch.zeros(30, 2), cached(10)
+    read(engine, [plane], [26])
     write(engine, [plane], [25], 1)
     plane[26] = 2
     message = r"a view of the table was written to while its cache held 1 newer rows.*call table.wait\(\) before"
@@ -198,28 +200,31 @@ def test_a_thread_that_reads_ahead_reports_to_nobody():
     assert read(engine, [plane], [25, 26])[0][:, 0].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("what", ["scatter", "wait", "shrink"])
+@pytest.mark.parametrize("what", ["scatter", "wait", "choose", "shrink"])
 def test_rows_that_were_read_while_they_changed_are_not_kept(what):
-    inner, plane = Counting(), torch.zeros(30, 2)
-    engine = cached(10, inner=inner)
-    read(engine, [plane], [20])
+    inner, plane = Counting(), torch.arange(60.0).view(30, 2)
+    engine, expected = cached(10, inner=inner), plane.clone()
 
     def change():
         inner.after_gather = lambda: None
-        if what == "wait":
-            engine.wait()
-            plane[25] = 3
-        else:
+        if what == "scatter":
             write(engine, [plane], [25], 3)
-        if what == "shrink":
+        elif what == "wait":
+            plane[25] = 3
+            engine.wait()
+        elif what == "choose":
+            with engine.slots.turn():
+                engine.slots.place(torch.arange(10))
+        else:
             engine.shrink(3)
 
+    expected[25] = 3 if what in ("scatter", "wait") else plane[25]
     read(engine, [plane], [20])
     inner.after_gather = lambda: elsewhere(change)
     read(engine, [plane], [20, 25])
-    assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
+    assert torch.equal(read(engine, [plane], list(range(30)))[0], expected)
     engine.wait()
-    assert plane[25].eq(3).all()
+    assert torch.equal(plane, expected)
 
 
 @forks

@@ -206,7 +206,6 @@ class Slots:
 
     def _done(self) -> None:
         """Wait until nothing uses the memory of slots any more, on any stream: this one waits for the others in its turn."""
-        self.epoch += 1
         if self.order is not None:
             torch.cuda.current_stream(self.device).synchronize()
 
