@@ -119,6 +119,7 @@ Table(4, 4, max_rows=6).grow(3)
 Table(4, 4, max_rows=6).grow(7) -> InvalidValueError: num_rows is 7 but the table was made with max_rows=6
 Table.from_array(np.zeros(3)) -> InvalidValueError: array has shape \(3,\) but a table is 2-D
 Table.from_array(np.zeros((3, 2), bool)) -> InvalidTypeError: array has dtype bool
+Table.from_array(torch.eye(3) > 0) -> InvalidTypeError: dtype is torch.bool but a table holds one of
 Table.from_array(torch.eye(3).to_sparse()) -> InvalidTypeError: array has layout torch.sparse_coo
 Table.from_array(torch.eye(3, device="meta")) -> InvalidTypeError: array is on the meta device
 """

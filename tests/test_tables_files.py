@@ -106,6 +106,7 @@ load(path, key="user") -> InvalidValueError: has no tensor 'user'; did you mean 
 load(path, key="users", writable="Shared") -> InvalidValueError: writable is 'Shared' but must be False, True or 'shared'; pass
 load(path, key="users", writable=None) -> InvalidTypeError: writable is None but must be False, True or 'shared'; pass one
 load(path, "device", key="users", writable=True) -> InvalidValueError: but memory=.* has a copy of the rows
+load(path, "mmap", key="users", writable=True, max_rows=3) -> InvalidValueError: max_rows is 3 but the table has 7 rows; pass
 load(path, key="bias") -> InvalidValueError: holds an array of shape \(4,\) but a table is 2-D;
 load(path, key="mask") -> InvalidTypeError: tensor 'mask' of .* is BOOL but a table holds floats or integers; convert
 """

@@ -183,6 +183,7 @@ def test_tables_over_parts_of_one_array() -> None:
     array = np.arange(14.0).reshape(7, 2)
     parts = [array[:5], array[2:]]
     tables = [st.Table.from_array(torch.from_numpy(part), copy=False, memory="pageable") for part in parts]
+    assert tables[0].has_views
     for table, part in zip(tables, parts, strict=True):
         assert np.array_equal(table.torch(), part)
         # Views have one memory.

@@ -176,9 +176,9 @@ def rows_for_lookup(handle: Handle, ids: Any, padding_idx: int | None, training:
         return ids, padding_idx
     try:
         rows, padding_idx = to_row_numbers(handle, ids, padding_idx)
-    except Exception as error:
+    except Exception:
         if isinstance(handle.owners, Sharded):
-            handle.owners.lookups.refuse(error, training)
+            handle.owners.lookups.refuse(training)
         raise
     return known_again(handle, rows), padding_idx
 
@@ -214,8 +214,8 @@ def _activate_shards(
             flat, shape, _ = as_index(ids, handle.num_rows, device, check=False)
             groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
         owners.check_rows(groups.ids)
-    except Exception as error:
-        owners.lookups.refuse(error, training or by_hand)
+    except Exception:
+        owners.lookups.refuse(training or by_hand)
         raise
     groups = groups.to(device)
     renormalize = None

@@ -357,13 +357,13 @@ def find(module: Any, weight: Any, ids: Any, by_hand: bool = False) -> FeatureRo
     try:
         found: FeatureRows = module._found(ids, weight)
         return found
-    except Exception as error:
+    except Exception:
         if handle is not None and not handle.owners.has_whole:
             training = handle.requires_grad and torch.is_grad_enabled()
             if handle.id_space.come_and_go:
                 handle.id_space.owners.refuse_ids(training and module.training)
             else:
-                handle.owners.lookups.refuse(error, training or (by_hand and handle.requires_grad))
+                handle.owners.lookups.refuse(training or (by_hand and handle.requires_grad))
         raise
 
 

@@ -116,11 +116,10 @@ class ShardLookups:
         places, order = self.partition.places(ids).sort()
         return places, order, torch.bincount(self.partition.owners(places), minlength=self.exchange.ranks).cpu()
 
-    def refuse(self, error: Exception, training: bool) -> None:
-        """Tell the others that this process cannot look its ids up, and raise `error`."""
+    def refuse(self, training: bool) -> None:
+        """Tell the others that this process cannot look its ids up."""
         none = torch.full((self.exchange.ranks, 1), -1, device="cpu")
         self.exchange.tell_counts("looks up rows", none, 0, self._about(training))
-        raise error
 
     def _about(self, training: bool) -> str:
         return f"{self._owner.owners.looked_up} ({'in training' if training else 'without gradients'})"

@@ -175,7 +175,6 @@ class Saving(Planes):
                     beside = open_sources(cls, found, False, "cpu", None, None).plane(name)
                     table.add_plane(name, beside.shape[1], beside.dtype, beside)
             return table
-        check_layout(layout)
         found = saved_planes(path, key)
         check_max_rows(max_rows, found["weight"][0].shape[0])
         if max_rows is not None and not writable:
