@@ -497,7 +497,7 @@ class CopyCases(TableCases):
         before = table.version
         table.gather([1])
         table.flush()
-        table.add_plane("m").add_(1)
+        table.add_plane("m", fill=1).add_(1)
         table.drop_plane("m")
         # A new plane is no change, and its own count when it is gone.
         assert table.version == before + 1

@@ -260,7 +260,7 @@ def test_writes_raise(opened):
     before, emb = state_of(folder), st.Embedding.from_pretrained(table)
     names = {"table": table, "emb": emb, "weight": emb.weight, "torch": torch, "rows": torch.zeros(300, 16)}
     for writes, errors, words in (
-        (WRITES, StorageError, r"read in place from .* and cannot be changed; .*copy"),
+        (WRITES, StorageError, r"of weight are read in place from .* and cannot be changed; .*copy"),
         (WEIGHT_WRITES, StorageError, "cannot be changed; "),
         (MODULE_WRITES, OTHERS, "; .*(copy|copies)"),
     ):
