@@ -72,10 +72,10 @@ def with_weight(module: nn.Module, weight: Tensor | None) -> Iterator[Any]:
 
 def _rows_in(destination: Any, handle: Any) -> Tensor:
     """Return all rows of a weight, or of a part of one, where they are stored, for a state dict: the same under each name."""
+    handle.of.step.recover()
     known, shown, version = _shown.get(handle, (lambda: None, lambda: None, 0))
     whole = shown() if known() is destination and version == handle.table.version else None
     if whole is None:
-        handle.of.step.recover()
         with outside_of_transforms():
             whole = handle.of.rows.whole("weight", handle.start, handle.stop)
         if isinstance(destination, OrderedDict):
@@ -125,7 +125,6 @@ class ModuleState(nn.Module):
             super(ModuleState, double)._save_to_state_dict(destination, prefix, keep_vars)
         used = _placeholders.get()
         if used is None:
-            self._handle.step.recover()
             whole = self._parameters["weight"] if keep_vars else _rows_in(destination, self._handle)
         else:
             whole = self._placeholder()
