@@ -248,6 +248,9 @@ def test_conversion_and_loading_where_torch_swaps_tensors(monkeypatch: pytest.Mo
             nn.init.zeros_(module.weight)
         other.load_state_dict(state)
         assert all(torch.equal(value.float(), state[name]) for name, value in other.state_dict().items())
+    meta = st.Embedding(20, 4, device="meta")
+    meta.load_state_dict({"weight": state["0.weight"]}, assign=True)
+    assert torch.equal(meta.table.torch(), state["0.weight"])
 
 
 # --- DataParallel: one device calls the model, several are refused ----------------------------------------------------
