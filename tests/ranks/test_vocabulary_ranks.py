@@ -255,7 +255,14 @@ def later_gradient() -> tuple[Tensor, Tensor, str, str]:
     # Takes rows of `other`: those of `held` are still waited for.
     emb(ids_of(0, capacity - 3, 2000)).sum().backward()
     take_step(opt, held.sum())
-    return held.detach(), emb.eval()(first), error, told(lambda: held.sum().backward())
+    after, again = emb.eval()(first).detach(), told(lambda: held.sum().backward())
+    emb.train()
+    # One that has come, and was dropped, is not waited for.
+    for start in (3000, 4000):
+        rows = emb(ids_of(0, capacity, start))
+        rows.sum().backward()
+        opt.zero_grad()
+    return held.detach(), after, error, again
 
 
 def test_rows_of_a_batch_whose_gradient_comes_later_stay(two):
