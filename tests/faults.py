@@ -24,7 +24,7 @@ from forked import run_script
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 600
-HANGS = "a test hangs"
+HANGS, ENDS = "a test hangs", "the tests end early"
 RUN = """
 import os, sys
 import pytest
@@ -91,7 +91,9 @@ def failure(tree: Path, *tests: str) -> str:
         return HANGS
     # Of a test that has failed, or could not be collected.
     found = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return found[0].partition(" ")[2].partition(" - ")[0] if found else ""
+    if found:
+        return found[0].partition(" ")[2].partition(" - ")[0]
+    return ENDS if run.returncode else ""
 
 
 def main() -> int:

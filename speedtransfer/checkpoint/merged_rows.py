@@ -145,7 +145,7 @@ class MergedTable:
                 "(another number, or one), which reads them one by one; copy it to a disk first"
             )
         self.written = [written_at(rows.ids.numpy(), rows.parts) for _, _, rows in self._deltas()]
-        totals = [0] * (len(self.chain) + 1)
+        totals, fits = [0] * (len(self.chain) + 1), True
         for rows in row_chunks(self.count, self.row_bytes):
             numbers = np.arange(rows.start, min(rows.stop, self.count))
             hashes, old = np.zeros(len(numbers), np.uint64), numbers < self.begins
@@ -157,13 +157,14 @@ class MergedTable:
             totals[0] += total_of(hashes)
             for number, (_, facts, found) in enumerate(self._deltas()):
                 at, of = self.written[number].among(numbers)
+                fits &= bool((hashes[at] == found.was[of]).all())
                 parts = {plane: bits_of(part)[of].view(part.dtype) for plane, part in found.parts.items()}
                 hashes[at] = hashes_of(numbers[at], parts, facts.fills)
                 totals[number + 1] += total_of(hashes)
             bar.advance(len(hashes) * self.row_bytes)
         texts = [f"{total % 2**64:016x}" for total in totals]
         first = self.chain[0]
-        if texts[0] != first.tables[self.key].since:
+        if not fits or texts[0] != first.tables[self.key].since:
             raise InvalidValueError(
                 f"{str(first.path)!r} begins with other rows of {self.key!r} (fingerprint "
                 f"{first.tables[self.key].since}) than {self.base.place!r} has ({texts[0]}): a delta before it is missing, or "
