@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="between two deltas")
     parser.add_argument("--plot", type=Path, help="a PNG of the lag of each delta and the time of each step")
     given = parser.parse_args()
+    if given.plot is not None and (given.plot.suffix != ".png" or not given.plot.absolute().parent.is_dir()):
+        parser.error(f"--plot is {given.plot} but must be a .png in a folder that exists")
     if given.rows < 1 or given.deltas < 2 or given.steps < 1:
         parser.error(
             "--rows and --steps begin at 1, and --deltas at 2: the first is compiled for, the others are timed"

@@ -167,6 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--plot", type=Path, help="a PNG of what is known of the old facts over what is known of the new ones"
     )
     given = parser.parse_args(arguments)
+    if given.plot is not None and (given.plot.suffix != ".png" or not given.plot.absolute().parent.is_dir()):
+        parser.error(f"--plot is {given.plot} but must be a .png in a folder that exists")
     if given.rows < 1:
         parser.error(f"--rows is {given.rows} but must be at least 1")
     num_keys = math.isqrt(max(given.values, 1) - 1) + 1

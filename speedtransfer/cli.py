@@ -119,11 +119,9 @@ def calibrate(
 ) -> None:
     """Measure which engine moves how many rows of which size fastest here, and keep it for every "pinned" table.
 
-    On CUDA the first large enough call of a table measures by itself, for tables
-    of its size. A new measurement replaces an earlier one, such as one of a busy
-    machine. SPEEDTRANSFER_ENGINE or `table.engine` overrides the choice. On the
-    CPU `host` moves rows whatever is measured, unless one of these names
-    `reference`.
+    A new measurement replaces an earlier one, such as one of a busy machine.
+    SPEEDTRANSFER_ENGINE or `table.engine` overrides the choice. On the CPU `host`
+    moves rows whatever is measured, unless one of these names `reference`.
     """
     from rich.console import Console
     from rich.progress import Progress

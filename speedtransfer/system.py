@@ -18,7 +18,8 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import NamedTuple
 
-from speedtransfer.errors import StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.units import parse_bytes
 from speedtransfer.untrusted import PathLike, check_file
 
 
@@ -40,13 +41,19 @@ def _as_typed(path: Path) -> str:
 def physical_bytes() -> int:
     """Return the bytes of memory this machine, or the container it runs in, has (0 where the system does not say).
 
-    SPEEDTRANSFER_HOST_BYTES in the environment overrides it, for a machine whose memory grows as it is used.
+    SPEEDTRANSFER_HOST_BYTES in the environment overrides it, for a machine whose memory grows as it is used;
+    InvalidValueError: it is no size.
     """
     override = os.environ.get("SPEEDTRANSFER_HOST_BYTES", "")
-    if override:
-        with contextlib.suppress(ValueError, OverflowError):
-            return int(float(override))
-    return _physical_bytes(int(time.monotonic()))
+    return _parsed(override) if override else _physical_bytes(int(time.monotonic()))
+
+
+@functools.lru_cache(maxsize=4)
+def _parsed(size: str) -> int:
+    try:
+        return max(1, int(parse_bytes(size)))
+    except InvalidValueError as error:
+        raise InvalidValueError(f"SPEEDTRANSFER_HOST_BYTES in the environment is {error}") from None
 
 
 @functools.lru_cache(maxsize=1)

@@ -138,6 +138,9 @@ def test_the_engine_of_a_table(monkeypatch):
         assert table.engine == used
     table.engine = ReferenceEngine("cpu")
     assert table.engine == "reference"
+    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "hsot")
+    with pytest.raises(InvalidValueError, match=r"SPEEDTRANSFER_ENGINE is 'hsot' .* did you mean 'host'"):
+        st.Table(4, 4, memory="pageable", device="cpu")
     for engine, name in ((ReferenceEngine("meta"), "'reference' on meta"), *((n, n) for n in ("mapped", "hsot"))):
         with pytest.raises(InvalidValueError, match=f"{name}.*, which does not move rows of memory='pageable' on cpu"):
             table.engine = engine

@@ -299,7 +299,8 @@ make(memroy="mmap") -> InvalidTypeError: did you mean 'memory'
 make().train_rows("all") -> InvalidTypeError: rows are no row numbers .*pass integers, or None for all
 make().train_rows([64]) -> RowIndexError: rows has 64 but there are 64 values; pass row numbers from 0 to 63
 make().train_rows(torch.ones(64, dtype=torch.bool)) -> InvalidTypeError: rows are torch.bool but must be integers
-MemoryUse(64).top_rows(MemoryUse(65), 3) -> InvalidValueError: background counts 65 values but this one 64
+make().counting(MemoryUse(10)).__enter__() -> InvalidValueError: use counts 10 values but not 64
+MemoryUse(64).top_rows(MemoryUse(65), 3) -> InvalidValueError: background counts 65 values but not 64
 MemoryUse(64).tf_idf(torch.zeros(64)) -> InvalidTypeError: background is a Tensor but must be a MemoryUse
 MemoryUse(64).top_rows(MemoryUse(64), 0) -> InvalidValueError: most is 0 but must be at least 1
 """

@@ -6,9 +6,11 @@ import functools
 import itertools
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from refusals import check_refused, refusals
 from torch import nn
 
@@ -135,7 +137,7 @@ def test_sizes_that_are_given_instead():
     assert "of host memory, 1 kB are available" in pinned.reason
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", None])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SparseAdam", None])
 def test_code_of_sizes_runs(optimizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = st.plan({"users": (50, 8), "class": (20, 4)}, optimizer, machine=ON_CPU)
@@ -147,6 +149,9 @@ def test_code_of_sizes_runs(optimizer, tmp_path, monkeypatch):
         if option.is_table:
             assert names["users"].table.memory == option.memory
             assert names["users"].weight.requires_grad == (optimizer is not None)
+        if optimizer is not None and option.same:
+            opt = getattr(torch.optim, optimizer)(names["users"].parameters())
+            take_step(opt, names["users"](torch.tensor([1, 2])).sum())
         for file in tmp_path.glob("*.safetensors"):
             file.unlink()
 
@@ -161,6 +166,26 @@ def test_code_of_a_model_runs(tmp_path, monkeypatch):
     assert all(module.table.memory == "mmap" for module in model.values())
     assert model["a"].table is model["tied"].table
     assert model["b"].table.dtype == torch.int8
+
+
+def test_code_of_a_model_with_tables():
+    model = nn.ModuleDict(
+        {"one": nn.ModuleDict({"two": st.EmbeddingBag(50, 8, mode="max")}), "one_two": nn.Embedding(9, 8)}
+    )
+    model["all"] = st.MultiEmbedding([5, 6], 8)
+    for optimizer, other in (("Adagrad", "dense"), ("SGD", "nn.Embedding(sparse=True)")):
+        (plain, *rest) = st.plan(model, optimizer, machine=ON_CPU).options
+        names: dict[str, Any] = {"st": st, "torch": torch, "model": model}
+        exec(plain.code, names)
+        assert "one_two = torch.nn.EmbeddingBag(50, 8)  # with the other arguments of 'one.two'" in plain.code
+        assert [len(feature.weight) for feature in names["all"]] == [5, 6]
+        assert all(option.memory != other for option in rest)
+    del model["one"]
+    (sparse,) = [
+        each for each in st.plan(model, "SGD", machine=ON_CPU).options if each.memory == "nn.Embedding(sparse=True)"
+    ]
+    exec(sparse.code, names)
+    assert model["one_two"].sparse
 
 
 def test_data_is_json_and_complete(tmp_path):
@@ -367,6 +392,7 @@ TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is 
 TABLE --idle exat -> idle is 'exat'
 TABLE --storage int9 -> storage_dtype is 'int9', not one of its values; did you mean 'int8'
 FAST --dense-ms inf -> --dense-ms is inf but must be finite
+TABLE --comm-dtype int8 -> --comm-dtype is 'int8' without --ranks
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
 FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from speedtransfer import system
-from speedtransfer.errors import StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
 
 
 @pytest.fixture
@@ -20,9 +20,14 @@ def of_this_machine(monkeypatch):
 def test_bytes_of_memory(monkeypatch, of_this_machine):
     found = system.physical_bytes()
     assert 0 < system.available_bytes() <= found <= 1 << 50
-    for told, expected in {"64e9": 64_000_000_000, "123": 123, "much": found, "inf": found, "": found}.items():
+    for told, expected in {"64e9": 64_000_000_000, "123": 123, "64 GB": 64_000_000_000, "": found}.items():
         monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
         assert system.physical_bytes() == expected, told
+    for told in ("much", "inf", "-5", "0"):
+        monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
+        with pytest.raises(InvalidValueError, match=f"HOST_BYTES in the environment is '{told}'"):
+            system.physical_bytes()
+    monkeypatch.delenv("SPEEDTRANSFER_HOST_BYTES")
     monkeypatch.setattr(Path, "read_text", lambda path, *args: os.stat("/nowhere"))
     assert system.available_bytes() == system.physical_bytes() // 2
 

@@ -55,7 +55,9 @@ def bench(
     """Measure how fast rows move on this machine, compared with PyTorch and with a plain copy."""
     if suite not in (*SUITES, ALL):
         raise InvalidValueError(f"there is no suite {suite!r}{suggest(suite, [*SUITES, ALL])}")
-    given: dict[str, Any] = {} if rows is None else {"rows": check_size(rows, "--rows", 1)}
+    given: dict[str, Any] = (
+        {} if rows is None else {"rows": check_size(rows, "--rows", 100 if suite in ("cache", ALL) else 1)}
+    )
     if table_bytes is not None:
         if suite not in ("transfer", ALL):
             raise InvalidValueError(f"--table-bytes means nothing to suite {suite!r}; it is for transfer")

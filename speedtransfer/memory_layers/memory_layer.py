@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, check_number, check_size
-from speedtransfer.memory_layers.memory_use import MemoryUse, count_rows_in
+from speedtransfer.memory_layers.memory_use import MemoryUse, check_use, count_rows_in
 from speedtransfer.memory_layers.memory_values import MemoryValues, check_values, masked_sum, weighted_sum
 from speedtransfer.memory_layers.product_keys import ProductKeys
 from speedtransfer.nn import TableOptions, refuse_vocabulary, takes_options
@@ -194,8 +194,15 @@ class MemoryLayer(nn.Module):
         ----------
         use : MemoryUse, optional
             To add to, for instance that of another layer with the same values; by default a new one.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidValueError
+            `use` does not count as many values.
         """
-        use = MemoryUse(self.num_values) if use is None else use
+        if use is None:
+            use = MemoryUse(self.num_values)
+        check_use(use, self.num_values, "use")
         self._uses.append(use)
         try:
             yield use

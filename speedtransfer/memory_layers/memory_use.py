@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,14 +59,7 @@ class MemoryUse:
         InvalidTypeError, InvalidValueError
             `background` is not the use of as many values.
         """
-        if not isinstance(background, MemoryUse):
-            raise InvalidTypeError(
-                f"background is a {type(background).__name__} but must be a MemoryUse; pass what layer.counting() gives"
-            )
-        if background.num_values != self.num_values:
-            raise InvalidValueError(
-                f"background counts {background.num_values} values but this one {self.num_values}; count the same layer"
-            )
+        check_use(background, self.num_values, "background")
         share = self.counts.double() / max(int(self.counts.sum()), 1)
         return share * (math.log(background.batches + 1) - (background.batch_counts + 1).double().log())
 
@@ -91,6 +85,16 @@ class MemoryUse:
 
 
 @uncompiled
+def check_use(use: Any, num_values: int, name: str) -> None:
+    """Raise unless `use`, an argument called `name`, counts `num_values` values."""
+    if not isinstance(use, MemoryUse):
+        raise InvalidTypeError(
+            f"{name} is a {type(use).__name__} but must be a MemoryUse; pass what layer.counting() gives"
+        )
+    if use.num_values != num_values:
+        raise InvalidValueError(f"{name} counts {use.num_values} values but not {num_values}; count the same layer")
+
+
 def count_rows_in(uses: list[MemoryUse], rows: Tensor) -> None:
     """Count the rows of a batch in all of `uses`; not within a compiled graph."""
     for use in uses:

@@ -31,6 +31,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach, _global_optimize
 
 from speedtransfer.cuda import WARM_UP, KernelArgument, check_not_capturing, is_capturing, is_trusted, launch_over
 from speedtransfer.engines import CachedRows
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.once import once
 from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.state import RowState
@@ -91,8 +92,13 @@ def plan_step(
 
     `given` is the state of the active rows by plane, each ``(n, width)``, as it was read with them, if it was.
     """
-    rows, table, switch = state.rows, state.rows.table, os.environ.get(SWITCH)
-    if not table.runs_kernels or switch == "0":
+    rows, table = state.rows, state.rows.table
+    if not table.runs_kernels:
+        return None
+    switch = os.environ.get(SWITCH)
+    if switch not in (None, "", "0", "1"):
+        raise InvalidValueError(f"{SWITCH} is {switch!r} in the environment; set it to 0 or 1, or leave it out")
+    if switch == "0":
         return None
     plan = _PLANS.get(type(optimizer))
     if plan is None or state.sparse or not rows.as_stored or rows.dtype != torch.float32:

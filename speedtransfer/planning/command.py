@@ -95,9 +95,12 @@ def plan(
     ranks: Annotated[int | None, typer.Option(help="Processes; computed and not measured.", show_default="one")] = None,
     distinct_share: Annotated[
         float | None,
-        typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
+        typer.Option(help="Distinct rows of all --ranks over the sum of those of each.", show_default="by --zipf"),
     ] = None,
-    comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(COMM_NAMES)}.")] = "float32",
+    comm_dtype: Annotated[
+        str | None,
+        typer.Option(help=f"Of gradients sent, with --ranks: {', '.join(COMM_NAMES)}.", show_default="float32"),
+    ] = None,
     hosts: Annotated[
         int | None, typer.Option(help="Hosts that share the rows out; with --link.", show_default="one")
     ] = None,
@@ -134,7 +137,8 @@ def plan(
         )
     sizes = list(zip(rows, dim * len(rows) if len(dim) == 1 else dim, strict=True))
     per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
-    check_choice(comm_dtype, "--comm-dtype", COMM_NAMES)
+    if comm_dtype is not None:
+        check_choice(comm_dtype, "--comm-dtype", COMM_NAMES)
     check_number(dense_ms, "--dense-ms")
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
@@ -143,9 +147,16 @@ def plan(
     for option, value in wanting.items():
         if value is not None and asked is None:
             raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
-    for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
-        if value is not None and not rank:
-            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
+    options_of: dict[str, tuple[Any, dict[str, Any]]] = {
+        "--rank": (rank, {"--by": by, "--devices": devices, "--prices": prices}),
+        "--ranks": (ranks, {"--comm-dtype": comm_dtype, "--distinct-share": distinct_share}),
+    }
+    for whole, (there, options) in options_of.items():
+        for option, value in options.items():
+            if value is not None and not there:
+                raise InvalidValueError(
+                    f"{option} is {str(value)!r} without {whole}, which it is for; pass {whole} too"
+                )
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     given = sizes if len(sizes) > 1 else sizes[0]
     workload = make_workload(given, trainer, samples, 1 if per_sample is None else per_sample, zipf, unique, idle)
@@ -158,7 +169,7 @@ def plan(
             raise InvalidValueError(
                 "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
             )
-        comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype)
+        comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype or "")
         form = forms_for(workload, storage_dtype or "float32", state_dtype, scale_block if storage_dtype else None)[0]
         show_ranks(console, workload, form, ranks, distinct_share, comm)
         return

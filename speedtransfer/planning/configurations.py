@@ -117,7 +117,7 @@ def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, de
     """Return all configurations with what they take, without times; raise if the memory for rows of a step is unknown."""
     machine.figure("host_bytes" if machine.device is None else "device_bytes")
     sparse = sparse_way(workload)
-    torchs = [DENSE] if sparse is None else [DENSE, SPARSE]
+    torchs = [DENSE] * (not workload.trainer.wants_sparse) + [SPARSE] * (sparse is not None)
     ways = [(Form(), memory) for memory in torchs] + [(form, memory) for form in forms for memory in memories(machine)]
     found = []
     for form, memory in ways:
@@ -174,39 +174,59 @@ def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) 
     if workload.idle != "auto":
         options.append(f"idle={workload.idle!r}")
     lines: list[str] = []
+    names = _variables(workload)
     replaced = [table for table in workload.tables if table.names and not table.is_table]
     few = ["min_rows=1"] if min((table.rows for table in replaced), default=_MIN_ROWS) < _MIN_ROWS else []
     for table in replaced if memory == MMAP else replaced[:1]:
-        names = [f"names={list(table.names)!r}"] if memory == MMAP and len(workload.tables) > 1 else []
-        path = [f"path='{_variable(table)}.safetensors'"] if memory == MMAP else []
-        lines.append(f"st.replace_embeddings({', '.join(['model', *few, *names, *options, *path])})")
+        of = [f"names={list(table.names)!r}"] if memory == MMAP and len(workload.tables) > 1 else []
+        path = [f"path='{names[table.name]}.safetensors'"] if memory == MMAP else []
+        lines.append(f"st.replace_embeddings({', '.join(['model', *few, *of, *options, *path])})")
     for table in workload.tables:
         if table in replaced:
             continue
-        path = [f"path='{_variable(table)}.safetensors'"] if memory == MMAP else []
+        path = [f"path='{names[table.name]}.safetensors'"] if memory == MMAP else []
         frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
+        sparse = ["sparse=True"] if workload.trainer.wants_sparse and not table.is_table else []
         rows = [size for size, _ in table.features] if table.kind in MULTI else table.rows
-        own = [str(rows), str(table.dim), *frozen, *options, *path]
-        lines.append(f"{_variable(table)} = st.{table.kind}({', '.join(own)})")
+        own = [str(rows), str(table.dim), *frozen, *sparse, *options, *path]
+        lines.append(f"{names[table.name]} = st.{table.kind}({', '.join(own)}){_and_its_own(table)}")
     return "\n".join(lines)
 
 
 def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> str:
     more = ["sparse=True"] if memory == SPARSE else []
-    frozen = ["_freeze=True"] if workload.trainer.make is None else []
+    more += ["_freeze=True"] if workload.trainer.make is None else []
+    names = _variables(workload)
     lines = []
     for table in workload.tables:
-        if table.names and not table.is_table and memory == DENSE:
+        if table.names and not table.is_table:
+            lines += [f"model.get_submodule({name!r}).sparse = True" for name in table.names if memory == SPARSE]
             continue
-        kind = EMBEDDING if table.kind in MULTI else table.kind
-        own = [str(table.rows), str(table.dim), *more, *(frozen if kind == EMBEDDING else [])]
-        lines.append(f"{_variable(table)} = torch.nn.{kind}({', '.join(own)})")
+        kind, own = table.kind, more
+        if kind in MULTI:
+            made = [f"torch.nn.Embedding({', '.join([str(rows), str(table.dim), *own])})" for rows, _ in table.features]
+            lines.append(f"{names[table.name]} = torch.nn.ModuleList([{', '.join(made)}])")
+            continue
+        own = [one for one in more if kind == EMBEDDING or one != "_freeze=True"]
+        code = f"torch.nn.{kind}({', '.join([str(table.rows), str(table.dim), *own])})"
+        lines.append(f"{names[table.name]} = {code}{_and_its_own(table)}")
     if memory == SPARSE and sparse is not None and not sparse.same:
         lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
     return "\n".join(lines) or "# the model as it is"
 
 
-def _variable(table: Load) -> str:
-    """Return a name of Python for a table."""
-    text = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in table.name)
-    return text if text.isidentifier() and not keyword.iskeyword(text) else f"table_{text}"
+def _and_its_own(table: Load) -> str:
+    """Return a comment for a module of a model, whose other arguments a plan does not know."""
+    return f"  # with the other arguments of {table.name!r}" if table.names else ""
+
+
+def _variables(workload: Workload) -> dict[str, str]:
+    """Return a name of Python for each table, by its name."""
+    found: dict[str, str] = {}
+    for table in workload.tables:
+        text = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in table.name)
+        text = text if text.isidentifier() and not keyword.iskeyword(text) else f"table_{text}"
+        while text in found.values():
+            text += "_"
+        found[table.name] = text
+    return found

@@ -251,7 +251,7 @@ def sparse_way(workload: Workload) -> SparseWay | None:
     leaves idle rows as they are and has no weight decay.
     """
     make = workload.trainer.make
-    if make is None:
+    if make is None or not all(table.takes_sparse for table in workload.tables):
         return None
     if _takes_sparse(make):
         return SparseWay(make, workload.trainer.name, True)

@@ -24,6 +24,11 @@ class Trainer(NamedTuple):
     name: str
     make: MakeOptimizer | None
 
+    @property
+    def wants_sparse(self) -> bool:
+        """Whether it takes no other gradients than sparse ones."""
+        return self.name.startswith("SparseAdam")
+
 
 def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     """Return the optimizer that is given in any of the ways that :func:`speedtransfer.plan` takes.

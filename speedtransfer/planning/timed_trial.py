@@ -61,6 +61,7 @@ def time_tables(
             kind = EmbeddingBag if table.kind == BAG else Embedding
             path = Path(files, f"{number}.safetensors") if memory == MMAP else None
             options = {"memory": memory, "path": path, "idle": workload.idle, **form.arguments}
+            options["sparse"] = workload.trainer.wants_sparse
             zeros = torch.zeros(1, 1, device="cpu").expand(sum(rows), table.dim)
             modules.append(kind(sum(rows), table.dim, _weight=zeros, device=device, **options))
         ids_on = device if memory in (DEVICE, PINNED) else torch.device("cpu")

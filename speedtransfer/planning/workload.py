@@ -30,7 +30,8 @@ class Load:
     It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it, else there are
     none. `features` are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the
     distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module
-    has a table already, so that ``replace_embeddings`` leaves it alone. One that is not `trained` has no state.
+    has a table already, so that ``replace_embeddings`` leaves it alone. One that is not `trained` has no state. Bags of maxima
+    have no sparse gradients (`takes_sparse`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Load:
     is_table: bool = False
     names: tuple[str, ...] = ()
     trained: bool = True
+    takes_sparse: bool = True
 
     @property
     def lookups(self) -> int:
@@ -177,7 +179,10 @@ def _of_model(model: nn.Module) -> tuple[list[Load], tuple[int, int]]:
         features = tuple((size, 0) for size in rows or [module.num_embeddings] if size)
         if features:
             size, is_table = sum(rows for rows, _ in features), isinstance(module, TableModule)
-            found[key] = Load(name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,), trained)
+            sparse = getattr(module, "mode", "") != "max"
+            found[key] = Load(
+                name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,), trained, sparse
+            )
     if not found:
         raise InvalidValueError(
             f"the model, a {type(model).__name__}, has no nn.Embedding, nn.EmbeddingBag or table of this package; pass sizes "
