@@ -12,6 +12,8 @@ INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 # One byte a number, of which torch computes with few: rows are decoded first.
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Of rows that may have scales.
+SCALED_DTYPES = (*FLOAT8_DTYPES, torch.int8)
 # Powers of two, for scales alone (torch 2.7).
 FLOAT8_SCALE: torch.dtype | None = getattr(torch, "float8_e8m0fnu", None)
 # Of the scales beside float8 rows.

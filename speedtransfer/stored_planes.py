@@ -42,7 +42,7 @@ class StoredPlanes(EncodedPlanes):
             codecs[name] = codec
         there = set(self.table.planes)
         try:
-            self.table.add_planes(parts)
+            self.table.add_planes(parts, beside_weights=True)
             for name, codec in codecs.items():
                 self._keep_layout(name, codec, planes[name][0])
                 self._initial[name] = None if planes[name][2] is None else fills[name]

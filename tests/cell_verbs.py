@@ -457,6 +457,8 @@ def cell(kind: str, owner: str, form: str, verb: str, path: Path) -> str:
     options, tolerance = FORMS[form][0].copy(), FORMS[form][1]
     if form == "mmap":
         options["path"] = path.with_suffix(f".{dist.get_rank()}.npy" if owner == "DDP" else ".npy")
+    elif form == "layout" and owner != "shared":
+        options |= {"memory": "mmap", "path": path.parent}  # where the weights are in the records, too
     if owner not in ("alone", "DDP"):
         options |= {"process_group": dist.group.WORLD} | ({"memory": "shared"} if owner == "shared" else {})
     doing, refused, stepped = MAKING, "", False

@@ -335,6 +335,38 @@ def test_planes_added_together_share_one_allocation(tmp_path, memory):
     assert planes["exp_avg"].eq(0.5).all()
 
 
+@pytest.mark.parametrize("storage", ["float32", torch.int8, "split24"], ids=str)
+def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, storage):
+    options = {} if storage == "float32" else {"storage_dtype": storage}
+    pairs = []
+    for where in ({}, {"memory": "mmap", "path": tmp_path, "layout": "rows"}):
+        torch.manual_seed(0)
+        emb = st.Embedding(50, 4, device="cpu", **options, **where)
+        pairs.append((emb, torch.optim.AdamW(emb.parameters(), lr=0.1)))
+
+    def step(kind=None):
+        for emb, opt in pairs:
+            opt = opt if kind is None else kind(emb.parameters(), lr=0.1)
+            emb(torch.arange(0, 50, 3)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        assert_same_bits(pairs[1][0].weight.detach(), pairs[0][0].weight.detach())
+        return pairs[1][0].table
+
+    table = step()
+    assert [table.path, *tmp_path.iterdir()] == [None]
+    assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
+    # Nobody's view is left behind.
+    view = table.torch()
+    step(torch.optim.Adagrad)
+    assert view.data_ptr() == table.stored("weight").data_ptr()
+    assert table.stored("sum").untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
+    del view
+    table = step(torch.optim.Adam)
+    assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
+    assert_same_bits(copy.deepcopy(pairs[1][0]).weight.detach(), pairs[0][0].weight.detach())
+
+
 @pytest.mark.parametrize("layout", ["planes", "rows"])
 def test_no_memory_for_them_leaves_the_table_whole(layout, monkeypatch):
     emb = st.Embedding(20, 4, device="cpu", layout=layout)

@@ -8,13 +8,14 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, write_parts
+from cases import assert_same_bits, refused, take_step, write_parts
 from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import speedtransfer as st
-from speedtransfer.dtypes import FLOAT8_SCALE
+from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE
+from speedtransfer.errors import InvalidValueError
 
 ROWS, DIM = 211, 24
 IDS = torch.randint(ROWS, (40, 30), generator=torch.Generator().manual_seed(0))
@@ -190,3 +191,29 @@ def test_blocks_whose_width_does_not_follow(tmp_path):
     for refusal in refusals(BAD_BLOCKS):
         check_refused(refusal, Table=st.Table, path=path, other=other, uneven=uneven, none=tmp_path / "c.safetensors")
     assert not (tmp_path / "c.safetensors").exists()
+
+
+def test_codes_without_scales_are_numbers(tmp_path):
+    values = torch.tensor([[1.0, 2.0, -3.0, 4.0]] * 3)
+    for dtype in (*FLOAT8_DTYPES, torch.int8):
+        path = tmp_path / f"{dtype}.safetensors"
+        table = st.Table.from_array(values.to(dtype))
+        table.save(path)
+        for source in (table, st.Table.load(path), st.Table.load(path, memory="mmap", writable=True)):
+            emb = st.Embedding.from_pretrained(source, storage_dtype=dtype, freeze=False)
+            torch.testing.assert_close(emb.weight.detach(), values, rtol=1e-2 * (dtype == torch.int8), atol=0)
+            take_step(torch.optim.SGD(emb.parameters(), lr=1.0), emb(torch.tensor([1])).sum())
+        assert_same_bits(st.Table.load(path).torch(), values.to(dtype))
+
+
+def test_int8_rows_are_saved_with_their_scales(tmp_path):
+    emb, path = st.Embedding(9, 4, storage_dtype=torch.int8), tmp_path / "rows.safetensors"
+    emb.table.save(path)
+    for options in ({}, {"memory": "mmap"}):
+        assert torch.equal(st.Embedding.from_pretrained(st.Table.load(path, **options)).weight, emb.weight)
+    with refused(InvalidValueError, "int8 rows have scales, and a .npy file holds one array"):
+        emb.table.save(tmp_path / "rows.npy")
+    assert not (tmp_path / "rows.npy").exists()
+    save_file({"weight": emb.table.torch(), "weight.scale": torch.ones(9, 2)}, path)
+    with refused(InvalidValueError, "int8 rows of shape .* have one scale each"):
+        st.Table.load(path)

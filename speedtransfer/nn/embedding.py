@@ -45,7 +45,7 @@ class Embedding(TableModule, nn.Embedding):
         Where the rows live. "shared", with `process_group`: once for all processes, which must be on one host;
         each row is updated by one of them.
     path : path-like, optional
-        The new file of a "mmap" table.
+        The new file of a "mmap" table; or a folder that exists, for a file without a name, which vanishes with the table.
     idle : {"auto", "exact", "lazy"}
         What happens to a row that a step does not touch. "exact": what the optimizer does to a row whose gradient is zero
         (momentum, decay), so that training equals that of a dense ``torch.nn.Embedding`` to rounding; the row receives it
@@ -67,8 +67,9 @@ class Embedding(TableModule, nn.Embedding):
         `embedding_dim` or more: one scale a row.
     layout : {"planes", "rows"}
         How the planes of optimizer state lie: each in an array of its own, or side by side in one record a row, which makes
-        fewer pages of a "mmap" table to read and write. Results do not depend on it. With "rows" ``optimizer.state`` holds
-        strided views, and ``optimizer.state_dict()`` contiguous copies of them.
+        fewer pages of a "mmap" table to read and write; if its file has no name the weights are in the record, too. Results do
+        not depend on it. With "rows" ``optimizer.state`` holds strided views, and ``optimizer.state_dict()`` contiguous copies
+        of them.
     cache_rows : int or "auto", optional
         Keep so many rows, with their optimizer state, on the compute device: see :class:`~speedtransfer.Table`. Results do not
         depend on it. ``weight.data`` is a copy whose changes are written back, `_weight` is copied, and ``optimizer.state``
@@ -165,10 +166,10 @@ class Embedding(TableModule, nn.Embedding):
         float8 or "split24"), and there are no `cache_rows`; otherwise it is copied.
 
         A :class:`~speedtransfer.Table` is used in place if `memory` is "auto" or its own, without `path`, and `storage_dtype`
-        is None or its form; otherwise its rows are copied in chunks, decoded if they have scales or 24 bits. Rows that are
-        read in place from files (``Table.open``) cannot be trained (``freeze=False``), loaded or shortened (`max_norm`): that
-        raises, and a copy (``memory="pageable"``) can. ``load_state_dict`` and ``load_checkpoint`` compare them with what is
-        to be loaded.
+        is None or its form, which int8 and float8 rows of a file without scales have not; otherwise its rows are copied in
+        chunks, decoded if they have scales or 24 bits. Rows that are read in place from files (``Table.open``) cannot be
+        trained (``freeze=False``), loaded or shortened (`max_norm`): that raises, and a copy (``memory="pageable"``) can.
+        ``load_state_dict`` and ``load_checkpoint`` compare them with what is to be loaded.
 
         Parameters
         ----------

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from speedtransfer.encoding import LOW, SCALE, SPLIT24, StorageDtype, check_dtypes, dtype_of
+from speedtransfer.dtypes import SCALED_DTYPES
+from speedtransfer.encoding import LOW, SCALE, SPLIT24, StorageDtype, check_dtypes, codec_for, dtype_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.options import DEFAULTS, TableOptions
 from speedtransfer.optim import Handle, Rows, handles_over
@@ -40,10 +41,12 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
     form: StorageDtype | None = SPLIT24 if "weight" + LOW in table.planes else table.dtype if coded else None
     source = Rows(table, form)
     storage_dtype = options["storage_dtype"]
+    # The scales that rows are to get would not be in the file.
+    in_form = form or (None if table.dtype in SCALED_DTYPES and table.path is not None else table.dtype)
     place = options["memory"] in ("auto", table.memory) and options["path"] is None
     # Rows in bfloat16 get the other 8 bits as zeros.
     gets_bits = storage_dtype == SPLIT24 and table.dtype == torch.bfloat16 and table.writable
-    if place and (gets_bits or storage_dtype in (None, form or table.dtype)):
+    if place and (gets_bits or storage_dtype in (None, in_form)):
         return _in_place(source, dtype, requires_grad, options)
     computed = torch.float32 if storage_dtype is not None else dtype or source.dtype
     if dtype not in (None, computed):
@@ -83,5 +86,9 @@ def _in_place(source: Rows, dtype: torch.dtype | None, requires_grad: bool, opti
             "the table is that of another module, which would not know what this one does to the rows; share its weight "
             "(other.weight = module.weight), or copy the rows (module.weight.detach().clone())"
         )
+    if form in SCALED_DTYPES and "weight" + SCALE not in table.planes:
+        # So far codes are numbers.
+        part = codec_for(table.dim, torch.float32, form).parts[SCALE]
+        table.add_plane("weight" + SCALE, part.width, part.dtype, 1.0)
     rows = Rows(table, form, options["state_dtype"], dtype=dtype)
     return Handle(table, requires_grad, options["idle"], rows)

@@ -91,7 +91,7 @@ def replace_embeddings(
         the optimizer afterwards. Those that are not alike have a table each.
     memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
     comm_dtype
-        As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
+        As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table, or a folder for any number.
     vocabulary : Vocabulary, optional
         Each table gets a copy of it (``module.vocabulary``), in which the ids from 0 on are known and have the rows that the
         module has: the model computes what it did, and takes any other id too. A weight that several modules share is left.
@@ -154,7 +154,7 @@ def replace_embeddings(
                     f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked)}"
                 )
     count = len({id(it.weight) for it in found.values()}) + len({id(each) for each in groups.values()})
-    if options["path"] is not None and count > 1:
+    if options["path"] is not None and count > 1 and not os.path.isdir(options["path"]):
         raise InvalidValueError(
             f"path is {os.fspath(options['path'])!r}, the file of one table, but there are {count} to be made; choose one by "
             "names, or call this for each"

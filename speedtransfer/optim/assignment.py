@@ -71,8 +71,8 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
     handle.views.detach_aliases()
     if resized or retyped:
         dtype = dtype_of(rows.storage_dtype or values.dtype)
-        options: Any = {"memory": table.memory, "layout": table.layout, "max_rows": table.max_rows}
-        made = Table(len(values), table.dim, dtype, device=table.device, **options)
+        options: Any = {"layout": table.layout, "max_rows": table.max_rows, "path": table.folder}
+        made = Table(len(values), table.dim, dtype, table.memory, device=table.device, **options)
         made._start_cache(table._options_of_cache(len(values)))
         reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
         handle.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)

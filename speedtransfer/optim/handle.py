@@ -182,7 +182,8 @@ class Handle:
             return False
         table = self.table
         near = table.memory == "device" or table.device.type == "cpu"
-        return near and self.rows.plain and table.cache_rows is None and table.max_rows is None and not table.in_parts
+        apart = table.cache_rows is None and table.max_rows is None and not table.in_parts and not table.in_records
+        return near and apart and self.rows.plain
 
     def has_hooks(self) -> bool:
         """Tell whether the parameter has hooks for its gradient."""

@@ -27,7 +27,8 @@ class MmapMemory(Memory):
     """A file on disk, which may exceed the memory; only rows that were written take disk.
 
     The weight plane is the file at `path`, `.npy` or `.safetensors` by its suffix, readable by any program. The planes of
-    optimizer state lie beside it in files without a name, which vanish with the table: a crash leaves nothing behind.
+    optimizer state lie beside it in files without a name, which vanish with the table: a crash leaves nothing behind. So does
+    the weight plane where `path` is a folder; with layout "rows" all planes are then in one record a row.
 
     Planes larger than a sixteenth of the memory are read and written page by page, so that a step costs the same whatever
     the number of rows. Passes in chunks (`save`, checkpoints) read ahead by themselves; one over a view of the whole plane,
@@ -36,14 +37,18 @@ class MmapMemory(Memory):
 
     name = "mmap"
     is_shared_by_forks = True
+    folder: Path
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         if path is None:
-            raise InvalidValueError("memory='mmap' needs a file; pass path='table.safetensors' (or .npy)")
+            raise InvalidValueError(
+                "memory='mmap' needs a file; pass path='table.safetensors' (or .npy), or a folder for a file without a name"
+            )
         check_no_url(path)
         super().__init__(device)
-        self.path = Path(path)
-        self._folder = self.path.parent
+        path = Path(path)
+        self.path = None if path.is_dir() else path
+        self.folder = path if self.path is None else path.parent
         self._weight_map: np.memmap | None = None
         self._key: str | None = None
         self._lock: WriteLock | None = None
@@ -51,6 +56,10 @@ class MmapMemory(Memory):
         self._identity: tuple[int, int] | None = None
         # Of nameless files that can become longer, by the address where they are.
         self._maps = weakref.WeakValueDictionary[int, NamelessMap]()
+
+    @property
+    def whole_records(self) -> bool:  # noqa: D102
+        return self.path is None and self.layout == "rows"
 
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         path = self.path if plane == "weight" else None
@@ -63,10 +72,10 @@ class MmapMemory(Memory):
                 )
         num_bytes = shape[0] * shape[1] * dtype.itemsize
         try:
-            free = shutil.disk_usage(self._folder).free
+            free = shutil.disk_usage(self.folder).free
             if num_bytes > free:
                 raise StorageError(
-                    f"plane {plane!r} asks for {format_bytes(num_bytes)} but {str(self._folder)!r} has "
+                    f"plane {plane!r} asks for {format_bytes(num_bytes)} but {str(self.folder)!r} has "
                     f"{format_bytes(free)} free; choose a path on a larger disk, or fewer rows"
                 )
             if path is not None:
@@ -76,7 +85,7 @@ class MmapMemory(Memory):
                 except BaseException:
                     path.unlink()
                     raise
-            with tempfile.TemporaryFile(dir=self._folder) as file:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
                 file.truncate(num_bytes)
                 if self.max_rows is not None and num_bytes:
                     return self._mapped(OpenFile(file.fileno()), num_bytes).view(dtype).view(shape)
@@ -87,7 +96,7 @@ class MmapMemory(Memory):
             raise
         except OSError as error:
             raise StorageError(
-                f"cannot create a table file in {str(self._folder)!r} ({error.strerror}); "
+                f"cannot create a table file in {str(self.folder)!r} ({error.strerror}); "
                 "choose a folder that exists and that you may write to"
             ) from error
 
@@ -115,14 +124,14 @@ class MmapMemory(Memory):
             for block in blocks
         )
         try:
-            free = shutil.disk_usage(self._folder).free
+            free = shutil.disk_usage(self.folder).free
         except OSError as error:
             raise StorageError(
-                f"cannot tell what room {str(self._folder)!r} has ({error.strerror}); check that the folder still exists"
+                f"cannot tell what room {str(self.folder)!r} has ({error.strerror}); check that the folder still exists"
             ) from error
         if need > free:
             raise StorageError(
-                f"{num_rows} rows, {blocks[0].num_rows} so far, ask for {format_bytes(need)} more but {str(self._folder)!r} "
+                f"{num_rows} rows, {blocks[0].num_rows} so far, ask for {format_bytes(need)} more but {str(self.folder)!r} "
                 f"has {format_bytes(free)} free; free some space, or grow to fewer rows"
             )
 
@@ -166,7 +175,7 @@ class MmapMemory(Memory):
             if isinstance(error, StorageError):
                 raise
             raise StorageError(
-                f"cannot make the files of the table longer, in {str(self._folder)!r} ({error.strerror}); free some space, or "
+                f"cannot make the files of the table longer, in {str(self.folder)!r} ({error.strerror}); free some space, or "
                 "raise the limits of this process (ulimit)"
             ) from error
         return grown
@@ -192,8 +201,8 @@ class MmapMemory(Memory):
             self._weight_map.flush()
 
     def anonymous_copy(self) -> Memory:  # noqa: D102
-        copy = MmapMemory(self.device, self._folder / "copy")
-        copy.path, copy.layout, copy.max_rows = None, self.layout, self.max_rows  # a file without a name
+        copy = MmapMemory(self.device, self.folder)
+        copy.layout, copy.max_rows = self.layout, self.max_rows
         return copy
 
 

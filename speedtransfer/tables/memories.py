@@ -38,6 +38,8 @@ class Memory(ABC):
 
     name: ClassVar[str]
     path: Path | None = None
+    # Where its files without a name are.
+    folder: Path | None = None
     # Of planes that are added together: see `Table`.
     layout: Layout = "planes"
     # How many rows the table may get; None: it does not grow.
@@ -65,6 +67,11 @@ class Memory(ABC):
         self.in_parts: dict[str, Parts] = {}
         if self.is_shared_by_forks:
             forks.share(self)
+
+    @property
+    def whole_records(self) -> bool:
+        """Whether planes that are added share records with the weights, which move there."""
+        return False
 
     def allocate(self, plane: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed contiguous ``(num_rows, width)`` tensor.

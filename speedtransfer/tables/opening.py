@@ -10,7 +10,7 @@ import torch
 from typing_extensions import Self
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, SCALE_DTYPES, TABLE_DTYPES
+from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, SCALE_DTYPES, SCALED_DTYPES, TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
@@ -133,7 +133,7 @@ def opened(kind: type[Opened], place: OpenedMemory) -> Opened:
 
 
 def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:
-    """Return the tensor of a table in a file, and what `Table.save` writes beside float8 rows or rows of 24 bits, by plane."""
+    """Return the tensor of a table in a file, and what `Table.save` writes beside rows of 8 or 24 bits, by plane."""
     header = files.open_header(path)
     weight = Source(path, key, *files.find_tensor(path, header, key))
     _check_alike([weight])
@@ -146,8 +146,16 @@ def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:
             )
         return {"weight": [weight], LOW_BITS: [bits]}
     beside = f"{key or 'weight'}{SCALES.removeprefix('weight')}"
-    if weight.dtype not in FLOAT8_DTYPES or beside not in header.tensors:
+    if weight.dtype not in SCALED_DTYPES or beside not in header.tensors:
         return {"weight": [weight]}
+    if weight.dtype == torch.int8:
+        scales = Source(path, beside, *files.find_tensor(path, header, beside, (torch.float32,)))
+        if scales.shape != (weight.shape[0], 1):
+            raise InvalidValueError(
+                f"{scales} has shape {scales.shape} but int8 rows of shape {weight.shape} have one scale each; save the table "
+                "again"
+            )
+        return {"weight": [weight], SCALES: [scales]}
     scales = Source(path, beside, *files.find_tensor(path, header, beside, SCALE_DTYPES))
     said = header.metadata.get(SCALE_BLOCK) if isinstance(header.metadata, dict) else None
     _check_scales([scales], [weight], int(said) if isinstance(said, str) and said.isdecimal() else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
@@ -25,11 +26,11 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables import stats
 from speedtransfer.tables.aside import Scratch
-from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
+from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, plane_chunks, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.open_views import OpenViews
 from speedtransfer.tables.page_advice import read_ahead
-from speedtransfer.tables.records import Layout, check_layout
+from speedtransfer.tables.records import Layout, blocks_of, check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
 from speedtransfer.tables.same_file import see_others
 from speedtransfer.tables.snapshots import Snapshot
@@ -66,6 +67,8 @@ class Planes:
         self._cache_options: CacheOptions | None = None
         self._set_engine(make_engine(place.name, place.device))
         self._planes = {"weight": wait_until_filled(weight)}
+        # Whether the weights share records with planes that are added beside them.
+        self.in_records = place.whole_records
         # What rows of other planes are at first, where that is a number.
         self._fills = dict[str, float]()
         self._writes = 0
@@ -151,6 +154,11 @@ class Planes:
     def path(self) -> Path | None:
         """File of the weight plane, for a "mmap" table in one."""
         return self._place.path
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the files of a "mmap" table."""
+        return self._place.folder
 
     @property
     def writable(self) -> bool:
@@ -378,8 +386,14 @@ class Planes:
             raise InvalidTypeError(f"name is {name!r} but planes are named by strings; pass one, such as 'exp_avg'")
         return self.add_planes({name: (width, dtype, fill)})[name]
 
-    def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
-        """Add several planes, all or none: by name what `add_plane` takes. With layout "rows" they share a record a row."""
+    def add_planes(
+        self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]], beside_weights: bool = False
+    ) -> dict[str, Tensor]:
+        """Add several planes, all or none: by name what `add_plane` takes.
+
+        With layout "rows" they share a record a row, also with the weights if these are `in_records` and they are to be used
+        `beside_weights`. Nobody may have a view of the weights for that, nor other planes share their records.
+        """
         if planes:
             self.check_writable()
             check_not_capturing(f"adding planes ({', '.join(planes)})", WARM_UP)
@@ -390,20 +404,38 @@ class Planes:
             width = self.dim if width is None else check_size(width, "width")
             specs[name] = width, check_dtype(self.dtype if dtype is None else dtype, PLANE_DTYPES)
             check_fill(fill, (self.num_rows, width), specs[name][1])
-        added = self._place.allocate_together(self.num_rows, specs)
-        for name, plane in added.items():
-            fill = planes[name][2]
-            if isinstance(fill, Tensor):
-                copy_plane(plane, fill)
-            elif fill != 0:
-                fill_plane(plane, _filler(fill))
-            wait_until_filled(plane)
-        # A new dict: other threads may be reading.
-        self._planes = {**self._planes, **added}
-        self._fills.update({name: fill for name, (*_, fill) in planes.items() if not isinstance(fill, Tensor)})
-        for plane in added.values():
-            self._writes -= plane._version  # what has filled it was no change
-        return added
+        moved = self._weights_to_move() if planes and beside_weights and self.in_records else {}
+        fills = {**moved, **{name: fill for name, (*_, fill) in planes.items()}}
+        with self._turn if moved else contextlib.nullcontext():
+            shapes = {name: (plane.shape[1], plane.dtype) for name, plane in moved.items()}
+            added = self._place.allocate_together(self.num_rows, {**shapes, **specs})
+            for name, plane in added.items():
+                fill = fills[name]
+                if name in moved:
+                    _copy_written(plane, moved[name])
+                elif isinstance(fill, Tensor):
+                    copy_plane(plane, fill)
+                elif fill != 0:
+                    fill_plane(plane, _filler(fill))
+                wait_until_filled(plane)
+            before = self.version
+            # A new dict: other threads may be reading.
+            self._planes = {**self._planes, **added}
+            self._writes += before + bool(moved) - self.version  # what has filled them was no change
+        self._fills.update({name: fill for name, fill in fills.items() if not isinstance(fill, Tensor)})
+        for plane in moved.values():
+            self._release(plane)
+        return {name: added[name] for name in planes}
+
+    def _weights_to_move(self) -> dict[str, Tensor]:
+        """Return the planes of the weights, if their rows may go elsewhere."""
+        weights = {name: plane for name, plane in self._planes.items() if name.partition(".")[0] == "weight"}
+        together = next(block.planes for block in blocks_of(self._planes) if "weight" in block.planes)
+        if self.is_viewed or self.has_views or not weights.keys() >= together.keys():
+            return {}
+        self.end_snapshot()
+        self.wait()
+        return weights
 
     def drop_plane(self, name: str) -> None:
         """Forget a plane other than "weight"."""
@@ -533,6 +565,14 @@ class Planes:
         if not isinstance(name, str) or name not in self._planes:
             raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
         return name
+
+
+def _copy_written(target: Tensor, source: Tensor) -> None:
+    """Copy a plane to one of zeros, of which those of the source go on taking no room in a file."""
+    for rows in plane_chunks(source):
+        read_ahead(source[rows])
+        if source[rows].contiguous().view(torch.uint8).any():
+            target[rows] = source[rows]
 
 
 def _filler(value: float) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.dtypes import FLOAT8_DTYPES, check_values
+from speedtransfer.dtypes import FLOAT8_DTYPES, SCALED_DTYPES, check_values
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
@@ -36,7 +36,7 @@ class Saving(Planes):
     def save(self, path: PathLike) -> None:
         """Write the weights to a ``.npy`` or ``.safetensors`` file, streamed; an old file stays whole until the end.
 
-        float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again; where blocks
+        int8 and float8 rows that have scales ("weight.scale") are written with them, which `load` finds again; where blocks
         of columns are not all as wide that raises `InvalidValueError`. Rows of 24 bits are written with the last 8
         ("weight.low"), which `load` finds again; `open` and other programs read the bfloat16 alone.
         """
@@ -56,8 +56,13 @@ class Saving(Planes):
             chunks = (weight[rows].cpu() for rows in plane_chunks(weight))
         metadata = dict[str, str]()
         tensors: list[files.Written] = [("weight", self.dtype, (self.num_rows, self.dim), chunks)]
-        if self.dtype in FLOAT8_DTYPES and SCALES in self.planes:
+        if self.dtype in SCALED_DTYPES and SCALES in self.planes:
             scales = self.stored(SCALES)
+            if path.suffix == ".npy" and self.dtype not in FLOAT8_DTYPES:
+                raise InvalidValueError(
+                    f"path is {str(path)!r} but int8 rows have scales, and a .npy file holds one array; save a .safetensors "
+                    "file, or what they are (np.save(path, emb.weight.detach()))"
+                )
             if scales.shape[1] and self.dim % scales.shape[1]:
                 raise InvalidValueError(
                     f"rows of {self.dim} values have {scales.shape[1]} scales, whose blocks are not all as wide, which "
