@@ -130,8 +130,9 @@ def test_the_gradient_of_a_feature() -> None:
         if one.weight.grad is not None:
             torch.testing.assert_close(one.weight.grad.to_dense(), other.weight.grad, rtol=0, atol=1e-12)
             assert one.weight.grad.shape == one.weight.shape
-    with pytest.raises(InvalidTypeError, match=r"weight.grad.to_dense\(\)"):
-        ours[0].weight.grad.add_(1)
+    for add in (Tensor.add_, Tensor.__iadd__):
+        with pytest.raises(InvalidValueError, match=r"weight.grad.to_dense\(\)"):
+            add(ours[0].weight.grad, 1)
     with pytest.raises(InvalidTypeError, match="assigned a gradient of its own"):
         ours[0].weight.grad = torch.zeros(SIZES[0], DIM).double()
     opts = [torch.optim.AdamW(embs.parameters(), lr=0.1) for embs in (ours, theirs)]
@@ -141,6 +142,16 @@ def test_the_gradient_of_a_feature() -> None:
     assert_same(ours, theirs)
     ours[2].zero_grad()
     assert ours.weight.grad is None
+
+
+def test_the_gradients_of_features_are_converted_with_the_weight() -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        loss_of(embs, 1, (0, 2)).backward()
+        embs.float()
+        assert [emb.weight.grad is None for emb in embs] == [False, True, False, True]
+        torch.optim.SGD(embs.parameters(), lr=0.5).step()
+    assert_same(ours, theirs)
 
 
 def test_features_that_have_stepped_together_go_apart() -> None:

@@ -29,6 +29,7 @@ torch.any(torch.isnan(g) | torch.isinf(g)), torch._foreach_mul([g], [2.0]), (g /
 1 - g, g + 1, 2**g, torch.exp(g).sum(), g.sigmoid().mean(), torch.maximum(g, -g).sum(), g.clamp(min=0.1).sum(), g - g * 2
 g[1:3].sum(0), g[1:3].tolist(), g.clone(), g.half(), g[5:2].numel(), g[-3:].sum(), g[2].sum(), g[9].sum()
 g[torch.tensor([1, 5, -1])], g[torch.arange(20) < 3], g.index_select(0, torch.tensor([[1, 9]])[0]), g[(g != 0).any(1)]
+g.index_select(0, torch.tensor(2)).shape, g.flatten().all(0), g.var(unbiased=False)
 g.view(-1).norm(), g.flatten().abs().max(), g.reshape(-1).std(), torch.isnan(g.flatten()).any()
 torch._foreach_clamp_min([g], 0.0), torch._foreach_clamp_max([g, torch.ones(2)], 0.0), g / 0, g * float("nan")
 g.clamp_(min=0.0); g.zero_()
@@ -64,7 +65,7 @@ g.chunk(2)[0].mul_(2), g.unbind()[1].sum(), len(g.nonzero()), g.numpy().sum()
 """.strip()
 
 
-def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False) -> list[Any]:
+def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool = False) -> list[Any]:
     """Run code on the gradient `g` before two steps; return what it gives, gradients and weights."""
     torch.manual_seed(0)
     emb = lib.Embedding(ROWS, 3, dtype=torch.float64)
@@ -76,23 +77,26 @@ def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False) -> list[Any]:
         emb(torch.tensor([2, 17])).sum().backward()
         grad = emb.weight.grad
         names = {"torch": torch, "np": np, "g": grad, "emb": emb}
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, torch.inference_mode(inference):
             if is_by_row:
                 patch.setattr(row_gradient, "_densely", lambda func, args, kwargs: pytest.fail(f"{func} has all rows"))
             if any(sign in code for sign in (" = ", "*=", ";")):
                 exec(code, names)
             else:
                 found.append(eval(code, names))
-        emb(torch.tensor([2, 4])).sum().backward()
+        if not inference:  # torch adds nothing to a gradient that was made there
+            emb(torch.tensor([2, 4])).sum().backward()
         found.append(emb.weight.grad.to_dense().clone())
         opt.step()
     return [*found, emb.weight.detach().clone()]
 
 
-@pytest.mark.parametrize("ids", [[1, 2, 2, 7], range(ROWS)], ids=["some", "all"])
+@pytest.mark.parametrize("kind", ["some", "all", "inference"])
 @pytest.mark.parametrize("code", [*BY_ROW.split("\n"), *DENSELY.split("\n")])
-def test_as_of_a_dense_gradient(code: str, ids: Any) -> None:
-    expected, got = tree_leaves(ran(nn, code, ids)), tree_leaves(ran(st, code, ids, code in BY_ROW.split("\n")))
+def test_as_of_a_dense_gradient(code: str, kind: str) -> None:
+    ids: Any = range(ROWS) if kind == "all" else [1, 2, 2, 7]
+    is_by_row, inference = code in BY_ROW.split("\n"), kind == "inference"
+    expected, got = (tree_leaves(ran(lib, code, ids, is_by_row, inference)) for lib in (nn, st))
     dense = [value.to_dense() if isinstance(value, RowGradient) else value for value in got]
     assert [type(value) for value in dense] == [type(value) for value in expected]
     for one, other in zip(dense, expected, strict=True):
@@ -110,6 +114,32 @@ def test_a_batch_without_ids() -> None:
         emb(torch.tensor([], dtype=torch.int64)).sum().backward()
         kept.add_(1)
         assert not emb.weight.grad.any()
+
+
+def test_a_gradient_that_was_assigned() -> None:
+    for lib in (nn, st):
+        emb = lib.Embedding(6, 2)
+
+        def batch(ids: list[int], emb: Any = emb) -> Tensor:
+            emb.zero_grad()
+            emb(torch.tensor(ids)).sum().backward()
+            return emb.weight.grad
+
+        # Of other rows, and of another dtype.
+        first = batch([1, 2])
+        assert (batch([3, 3]) + first.double()).dtype == torch.float64
+        assert ((first != 0) + batch([0, 1])).sum() == 8
+        mine = batch([1, 2]) * 2
+        emb.weight.grad = mine
+        emb(torch.tensor([3])).sum().backward()
+        assert emb.weight.grad is mine
+        assert mine.sum() == 10
+        mine.mul_(0)
+        assert not emb.weight.grad.any()
+    sparse = st.Embedding(6, 2, sparse=True)
+    sparse(torch.tensor([1, 2])).sum().backward()
+    sparse.weight.grad[1].mul_(3)
+    assert sparse.weight.grad.to_dense().sum() == 4
 
 
 @pytest.mark.parametrize("order", [["emb", "head"], ["head", "emb"]], ids=str)

@@ -85,8 +85,10 @@ module.vocabulary.update([1], torch.ones(1, 3).to_sparse()) -> InvalidTypeError:
 module.activate(unique_rows(ids(1, 2), 4, ids(1, 2))) -> InvalidTypeError: UniqueRows, which are numbers of rows
 module(other.prefetch(ids(1))) -> InvalidValueError: this ticket was made for
 setattr(module, "weight", other.weight) -> InvalidTypeError: weight of another table, whose ids are the numbers of its rows
-setattr(module, "weight", nn.Linear(3, 4).weight) -> InvalidTypeError: replaced by another parameter
+setattr(module, "weight", nn.Linear(3, 4).weight) -> InvalidValueError: replaced by another parameter
 setattr(other, "weight", module.weight) -> InvalidValueError: padding_idx is 1 but
+module.weight.data.__isub__(1) -> InvalidValueError: cannot be written as a whole
+torch._foreach_mul_([other.weight.data, module.weight.data], 0.5) -> InvalidValueError: cannot be written as a whole
 nn.init.trunc_normal_(module.weight) -> InvalidTypeError: trunc_normal_ would cut them off at -2
 """
 
@@ -101,7 +103,9 @@ def test_refused(refusal: Refusal) -> None:
         "unique_rows": unique_rows,
         "other": st.Embedding(4, 3, padding_idx=1),
     }
+    before = names["other"].weight.detach().clone()
     check_refused(refusal, module=module, Vocabulary=st.Vocabulary, Embedding=st.Embedding, **names)
+    assert torch.equal(names["other"].weight, before)
     assert not vocabulary.ids().tolist()
     assert vocabulary.initial == ("normal", 0.0, 1.0)
 
@@ -148,6 +152,23 @@ def test_a_second_backward_after_rows_changed() -> None:
     module(ids(3, 4))
     with pytest.raises(InvalidValueError, match="ids that were taken off since their lookup"):
         loss.backward()
+
+
+def test_a_gradient_that_was_kept_while_rows_changed() -> None:
+    module, _ = made(2, evict="lru")
+    kept = []
+    for each in (1, 2, 3):
+        module.zero_grad()
+        module(ids(each)).sum().backward()
+        kept.append(module.weight.grad.clone())
+    module.weight.grad = kept[1] + kept[2]
+    for use in (
+        lambda: setattr(module.weight, "grad", kept[0]),
+        lambda: kept[0] + kept[2],
+        lambda: kept[2].maximum(kept[0]),
+    ):
+        with pytest.raises(InvalidValueError, match="a gradient that was kept"):
+            use()
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -213,6 +213,6 @@ def unmixed(x: int) -> int:
 
 def test_the_table_alone_cannot_say_what_rows_begin_with() -> None:
     emb = st.Embedding(4, 2, vocabulary=st.Vocabulary(initial=0.5))
-    with pytest.raises(InvalidTypeError, match=r"cannot be filled by its table; .* torch\.nn\.init\.normal_"):
+    with pytest.raises(InvalidValueError, match=r"cannot be filled by its table; .* torch\.nn\.init\.normal_"):
         emb.table.uniform_(-0.05, 0.05)
     assert (emb(torch.tensor([7])) == 0.5).all()

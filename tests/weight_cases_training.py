@@ -370,7 +370,7 @@ try:
     torch.autograd.grad(emb(ids).sum(), [emb.weight], materialize_grads=True, allow_unused=False)
 except ValueError as error:
     said = str(error)
-said, torch.autograd.grad(emb(ids).sum(), [emb.weight, items.weight], materialize_grads=True)
+said, [each.detach() for each in torch.autograd.grad(emb(ids).sum(), [emb.weight, items.weight], materialize_grads=True)]
 
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -162,7 +162,7 @@ class FeatureView:
     def _refuse_dense(self, *args: Any) -> None:
         if args[-1] == "zeroed":
             return
-        raise InvalidTypeError(
+        raise InvalidValueError(
             f"the gradient of {self} would become one of all its rows, which may be written to; use a copy "
             f"(weight.grad.to_dense()), or the gradient of {self.of}"
         )

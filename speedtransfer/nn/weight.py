@@ -224,10 +224,12 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
             return weight
         handle = handle_of(weight)
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
-        writes = (trains or not handle.table.writable) and writes_to(weight, func, args, kwargs)
+        may_not = not handle.table.writable or handle.of.id_space.come_and_go
+        writes = (trains or may_not) and writes_to(weight, func, args, kwargs)
         if writes:
-            # Now: a copy of all rows may be too large.
+            # Now: a copy of all rows may be too large, and others be written by the same call.
             handle.table.check_writable()
+            handle.of.id_space.check_written("written as a whole")
         if not handle.aliased:
             refuse_irecv(func, handle)
         if handle.table.has_snapshot and writes_to(weight, func, args, kwargs):

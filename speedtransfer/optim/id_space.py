@@ -92,6 +92,9 @@ class IdSpace:
         """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids have them since `lookup`."""
         return grad
 
+    def check_same_ids(self, rows: Tensor, known: Known, version: int) -> None:
+        """Raise if one of `rows` (n,) has become that of another id since the `version`."""
+
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
         """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
         return grad

@@ -344,6 +344,8 @@ class PendingGradient:
                 shown.parts = parts
             self._shown, self._parts = weakref.ref(shown), weakref.ref(shown.parts)
         shown.of_graph = self._of_graph
+        if handle.id_space.come_and_go:
+            shown.stamp = handle.id_space, handle.id_space.version
         return shown
 
     def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, how: str) -> None:
@@ -395,10 +397,25 @@ class PendingGradient:
         if grad is self.gradient():
             return
         check_gradient(handle, grad)
+        if grad.is_inference() or torch.is_inference_mode_enabled():
+            # Tensors of inference mode have no versions.
+            with torch.inference_mode(False):
+                self._assign(grad.clone() if grad.is_inference() else grad)
+        else:
+            self._assign(grad)
+
+    def _assign(self, grad: Tensor) -> None:
+        handle = self._handle()
         given, self._of_graph = grad, False
         grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
             self.used_whole = not grad.is_sparse
+            if isinstance(grad, RowGradient):
+                if grad.stamp is not None:
+                    handle.id_space.check_same_ids(grad.ids, grad.known, grad.stamp[1])
+                if grad._changed is None and not grad.elsewhere:
+                    # From now on it is the gradient of this table.
+                    grad._changed = self._told
             self._followed = grad if isinstance(grad, RowGradient) and grad._changed is not self._told else None
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self.set_gradient(*rows_of(handle, grad))
@@ -512,11 +529,15 @@ class PendingGradient:
     def convert(self, dtype: torch.dtype) -> None:
         """Have the pending gradient in another dtype, that of the weight by now; who was shown the one so far keeps it."""
         ids, grad, known, whole = self.ids, self.grad, self.known, self.used_whole
+        features = self._handle().features
+        touched, left = (0, 0) if features is None else (features.touched, features.left)
         self.clear()
         self._shown = self._parts = None
         if ids is not None and grad is not None and dtype.is_floating_point:
             self.set_gradient(ids, grad.to(dtype), known)
             self.used_whole = whole
+            if features is not None:
+                features.touched, features.left = touched, left
 
     def trim(self) -> None:
         """Drop the padding of the pending gradient, for which the host waits."""

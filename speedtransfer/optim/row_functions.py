@@ -7,7 +7,7 @@ found on the host. What is zero there has more functions: sums, norms and factor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,11 +122,21 @@ def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (in_place and elsewhere != first.elsewhere) or (elsewhere and first.sparse):
         return NotImplemented
     args, kwargs = tree_map_only(RowGradient, lambda grad: grad.rows, (args, kwargs))
-    return _wrapped(first, func(*args, **kwargs), elsewhere)
+    return _of_ids(_wrapped(first, func(*args, **kwargs), elsewhere), grads)
+
+
+def _of_ids(made: RowGradient, grads: Sequence[RowGradient]) -> RowGradient:
+    """Return what was made of gradients; raise where rows of one have become those of other ids before the other came."""
+    stamped = [(grad, *grad.stamp) for grad in grads if grad.stamp is not None]
+    if len({version for *_, version in stamped}) > 1:
+        for grad, id_space, version in stamped:
+            id_space.check_same_ids(grad.ids, grad.known, version)
+            made.stamp = id_space, id_space.version
+    return made
 
 
 def _same(grad: RowGradient, other: RowGradient) -> bool:
-    return grad.ids is other.ids or torch.equal(grad.trim().ids, other.trim().ids)
+    return grad.ids is other.ids or grad.agrees(torch.equal(grad.trim().ids, other.trim().ids))
 
 
 def _summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -138,8 +148,9 @@ def _summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is not aten.add.Tensor or kwargs or grad.elsewhere or other.elsewhere or grad.dim() != 2:
         return NotImplemented
     # As autograd adds those of two lookups.
-    one, two = (grad.ids, grad.rows.clone(), grad.known), (other.ids, other.rows, other.known)
-    return grad._made(*merged(grad.shape[0], one, two, grad.rows.is_cuda)[0])
+    dtype = torch.promote_types(grad.dtype, other.dtype)
+    one, two = ((it.ids, it.rows.to(dtype, copy=it is grad), it.known) for it in (grad, other))
+    return _of_ids(grad._made(*merged(grad.shape[0], one, two, grad.rows.is_cuda)[0]), (grad, other))
 
 
 def _multiplied(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -252,7 +263,8 @@ def _with_others(func: Any, grad: RowGradient, given: dict[str, Any], args: Any,
     total, known = grad.numel(), rows.numel()
     if packet in (aten.any, aten.all):
         decided = bool(elsewhere) == (packet is aten.any)
-        return torch.full_like(func(rows), True) & (packet is aten.any) if decided else func(rows)
+        found = func(rows, *args[1:], **kwargs)
+        return torch.full_like(found, True) & (packet is aten.any) if decided else found
     if packet in _EXTREMES:
         other = rows.new_full((), elsewhere)
         return func(torch.stack([func(rows), other])) if known else other
@@ -289,7 +301,9 @@ def _indexed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _selected(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, dim, index = args
-    return rows_at(grad, index, False) if isinstance(grad, RowGradient) and dim in (0, -grad.dim()) else NotImplemented
+    if not isinstance(grad, RowGradient) or dim not in (0, -grad.dim()):
+        return NotImplemented
+    return rows_at(grad, index.view(-1), False)
 
 
 def _fill(packets: Iterable[Any], function: Callable[..., Any], elsewhere: bool = False) -> None:

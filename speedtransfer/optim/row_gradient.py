@@ -62,6 +62,8 @@ class RowGradient(Tensor):
     of_graph: bool = False
     # What rows have that are not active: not zero in a mask, say of the values that are finite.
     elsewhere: float = 0
+    # Where rows are those of ids that come and go: these ids, and their version when it was their gradient.
+    stamp: tuple[Any, int] | None = None
     _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
 
     @staticmethod
@@ -111,6 +113,10 @@ class RowGradient(Tensor):
     ) -> Any:
         """Compute on the active rows if the result is that of the dense gradient; else on dense values."""
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            # Tensors that it makes would have no versions, and functions of several parts come here as one.
+            with torch.inference_mode(False), torch.no_grad():
+                return func(*args, **kwargs)
         if torch.is_grad_enabled():
             _check_no_graph(func, args)
         if func.namespace == "c10d":
@@ -150,7 +156,13 @@ class RowGradient(Tensor):
         return self._made(self.ids.to(rows.device), rows, self.known)
 
     def _made(self, ids: Tensor, rows: Tensor, known: Known, changed: Any = None) -> RowGradient:
-        return RowGradient(self.shape[0], ids, rows, changed, self.sparse, known)
+        made = RowGradient(self.shape[0], ids, rows, changed, self.sparse, known)
+        made.stamp = self.stamp
+        return made
+
+    def agrees(self, is_so: bool) -> bool:
+        """Tell whether something is so in all processes that have rows of this gradient. Collective."""
+        return is_so
 
     def trim(self) -> RowGradient:
         """Drop padding, for which the host waits, and return this gradient."""
@@ -343,6 +355,9 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def values(grad: RowGradient, info: Any) -> Tensor:
         if info is None or not (info.is_write or aliased):
             made = grad.dense()
+        elif grad.sparse and not info.is_write:
+            # Of a sparse tensor torch makes copies.
+            made = grad.to_dense()
         else:
             made = grad.make_dense() if info.is_write else grad.view_dense()
         dense[id(made)] = grad

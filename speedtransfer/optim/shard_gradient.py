@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import Part
@@ -27,6 +27,7 @@ aten = torch.ops.aten
 # there are any.
 _REDUCED = {aten.sum.default, aten.count_nonzero.default, aten.any.default}, {aten.all.default}
 _NORMS = (aten.linalg_vector_norm, aten.norm)
+_ALL_NORMS = (*_NORMS, aten._foreach_norm)
 
 
 class ShardGradient(RowGradient):
@@ -53,14 +54,23 @@ class ShardGradient(RowGradient):
         return made
 
     def _made(self, ids: Tensor, rows: Tensor, known: Known, changed: Any = None) -> RowGradient:
-        return ShardGradient.of(self.shape[0], (ids, rows, known), changed, self.exchange)
+        made = ShardGradient.of(self.shape[0], (ids, rows, known), changed, self.exchange)
+        made.stamp = self.stamp
+        return made
+
+    def agrees(self, is_so: bool) -> bool:  # noqa: D102
+        return bool(_of_ranks(self.exchange, torch.tensor([float(is_so)], dtype=torch.float64, device="cpu")).amin())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Compute on the rows of this process, and reduce over all; raise for what needs the gradient of all rows."""
+        if torch.is_inference_mode_enabled():
+            return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs, name = kwargs or {}, func.overloadpacket
+        if name in _ALL_NORMS and any(isinstance(it, RowGradient) and it.elsewhere for it in tree_leaves(args[0])):
+            _refuse(func)
         if name is aten._foreach_norm and order_of(args, kwargs) > 0:
             return _norms(args[0], order_of(args, kwargs), kwargs.get("dtype"))
         if name in _NORMS and isinstance(args[0], cls) and _over_all(args, kwargs) and order_of(args, kwargs) > 0:

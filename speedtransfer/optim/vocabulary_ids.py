@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.dtypes import check_values
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
+from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.merge import Part
@@ -212,12 +212,15 @@ class VocabularyIds(IdSpace):
                 f"{self}: a gradient comes for rows whose lookup is not known, so that they may be those of other ids by now; "
                 "look the ids up again"
             )
-        if lookup.generation != self.vocabulary.generation:
-            rows = self._on_host(ids, known)
-            if self.vocabulary.have_changed(rows[rows < lookup.num_rows], lookup.generation):
+        self.check_same_ids(ids, known, lookup.generation)
+
+    def check_same_ids(self, rows: Tensor, known: Known, version: int) -> None:  # noqa: D102
+        if version != self.vocabulary.generation:
+            numbers = self._on_host(rows, known)
+            if self.vocabulary.have_changed(numbers[numbers < self._of.num_rows], version):
                 raise InvalidValueError(
                     f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
-                    "after a step, or activate() without gradients); look the ids up again"
+                    "after a step, a gradient that was kept, or activate() without gradients); look the ids up again"
                 )
 
     def of_same_ids(self, rows: Tensor, grad: Tensor, lookup: Stamp) -> Tensor:  # noqa: D102
@@ -378,7 +381,8 @@ class VocabularyIds(IdSpace):
 
     def check_written(self, what: str) -> None:
         """Raise: rows are in no order that others know."""
-        raise InvalidTypeError(
+        # No TypeError: Python would go on from `weight -= 1` to a new tensor.
+        raise InvalidValueError(
             f"{self} has a vocabulary and rows in the order in which ids came, and cannot be {what}; use "
             "vocabulary.update(ids, rows), and for first values Vocabulary(initial=...) or torch.nn.init.normal_, uniform_, "
             "constant_"

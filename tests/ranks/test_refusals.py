@@ -45,6 +45,10 @@ emb.weight.grad.max()
 emb.weight.grad.mean()
 emb.weight.grad.all()
 emb.weight.grad.norm(dim=1)
+(emb.weight.grad + 1).norm()
+torch._foreach_norm([emb.weight.grad + 1])
+emb.weight.grad.clone().add_(others, alpha=0.5)
+emb.weight.grad.maximum(others)
 dist.all_reduce(emb.weight.grad)
 nn.init.eye_(emb.weight)
 emb.weight.data[0].fill_(0)
@@ -186,7 +190,10 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
         assert pair.train(1, 2) < 1e-12
 
     group = {"process_group": dist.group.WORLD} | ({"memory": "shared"} if kind == "shared" else {})
-    return {"emb": pair.ours, "bag": bag, "multi": multi, "nan": nan, "group": group}, check
+    # Of other rows than the gradient, in one process alone.
+    grad, first = pair.ours.weight.grad, dist.get_rank()
+    others = grad._made(grad.ids[first:].clone(), grad.rows[first:], grad.known)
+    return {"emb": pair.ours, "bag": bag, "multi": multi, "nan": nan, "group": group, "others": others}, check
 
 
 def of_vocabularies() -> tuple[dict[str, Any], Any]:
