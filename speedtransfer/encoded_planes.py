@@ -129,8 +129,12 @@ class EncodedPlanes:
         return self.table.num_rows, *self._tails[name]
 
     def is_viewable(self, name: str) -> bool:
-        """Tell whether a whole plane can be a view of the table: its codec stores one number for each value, in one tensor."""
-        return self._codecs[name].viewable and not self.table.stored(name).is_meta
+        """Tell whether a whole plane can be a view of the table: its codec stores one number for each value, in one tensor.
+
+        Weights that are in records are shown as copies: what is saved of a view would have the records.
+        """
+        apart = name != "weight" or not self.table.in_records
+        return apart and self._codecs[name].viewable and not self.table.stored(name).is_meta
 
     def _initial_parts(self, weights: Tensor) -> dict[str, Tensor]:
         """Return rows of each plane of the table as they start from `weights`, ``(n, dim)``: encoded to nearest."""

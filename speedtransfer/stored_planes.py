@@ -84,7 +84,7 @@ class StoredPlanes(EncodedPlanes):
         dtype = (
             stored.dtype if self._codecs[name].name == "plain" else self.dtype if name == "weight" else torch.float32
         )
-        if not self.table.writable:
+        if not self.table.writable or self.table.in_records:
             check_room(math.prod(shape) * dtype.itemsize, f"{stop - start} rows")
         values = torch.empty(shape, dtype=dtype, device="cpu" if stored.is_meta else stored.device)
         for rows in self._chunks(name, start, stop):
@@ -209,12 +209,13 @@ class StoredPlanes(EncodedPlanes):
         """
         self.table.check_writable()
         self.table.end_snapshot()
-        planes, todo, began = self.parts(name), deque(self._chunks(name, start, stop)), list[bool]()
+        todo, began = deque(self._chunks(name, start, stop)), list[bool]()
 
         def fill() -> None:
             while todo:
                 rows = todo[0]
                 given = values(rows)
+                planes = self.parts(name)
                 same = self._same(name, rows, given) if keep else None
                 ids = torch.arange(rows.start, rows.stop, device=given.device) if draws else None
                 encoded = self.encode(name, given, ids)
@@ -240,7 +241,7 @@ class StoredPlanes(EncodedPlanes):
                     refuse(self.table, f"plane {name!r} of a table", "st.load_checkpoint")
                     raise
             raise
-        wait_until_filled(planes[""])
+        wait_until_filled(self.parts(name)[""])
 
     def _same(self, name: str, rows: slice, values: Tensor) -> Tensor | None:
         """Tell which rows have just the values given, (n, 1) bool, and need not be encoded anew; None: that changes none.

@@ -8,6 +8,7 @@ import itertools
 import pickle
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import LAST_STEP
+from speedtransfer.tables import planes
 from speedtransfer.tables.memories import PageableMemory
 
 ROWS, DIM = 40, 6
@@ -356,6 +358,10 @@ def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, stora
     table = step()
     assert [table.path, *tmp_path.iterdir()] == [None]
     assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
+    # What is saved has no state.
+    shown = pairs[1][0].state_dict()["weight"]
+    assert shown.untyped_storage().nbytes() == shown.nbytes == 4 * shown.numel()
+    pairs[0][0].load_state_dict({"weight": shown})
     # Nobody's view is left behind.
     view = table.torch()
     step(torch.optim.Adagrad)
@@ -365,6 +371,25 @@ def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, stora
     table = step(torch.optim.Adam)
     assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
     assert_same_bits(copy.deepcopy(pairs[1][0]).weight.detach(), pairs[0][0].weight.detach())
+
+
+def test_rows_that_another_thread_writes_while_the_weights_move(tmp_path, monkeypatch):
+    options = {"memory": "mmap", "path": tmp_path, "layout": "rows", "idle": "lazy"}
+    emb, other = (st.Embedding(50, 4, device="cpu", **options) for _ in range(2))
+    copied, threads = planes._copy_written, list[threading.Thread]()
+
+    def moving(target, source):
+        copied(target, source)
+        threads.append(threading.Thread(target=emb.table.scatter, args=([7], torch.full((1, 4), 5.0))))
+        threads[-1].start()
+        threads[-1].join(0.2)
+
+    monkeypatch.setattr(planes, "_copy_written", moving)
+    take_step(torch.optim.AdamW(emb.parameters()), emb(torch.tensor([1])).sum())
+    threads[0].join()
+    assert emb.table[[7]].eq(5).all()
+    with refused(InvalidValueError, "one memory cannot be two tables"):
+        other.weight.data = emb.table.torch()
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])

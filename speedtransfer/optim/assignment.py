@@ -51,7 +51,7 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
         )
     values = values.detach()
     for other in handles:
-        own = other.table.cache_rows is not None or other.table.max_rows is not None
+        own = other.table.cache_rows is not None or other.table.max_rows is not None or other.table.in_records
         if other is handle or not (other.aliased or own):
             continue
         if _shares(values, other.table.stored("weight")):
@@ -134,6 +134,7 @@ def _can_take(handle: Any, values: Tensor) -> bool:
 
 def _shares(values: Tensor, plane: Tensor) -> bool:
     """Tell whether the memory of two dense tensors overlaps; tensors of one storage need not."""
-    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
+    if values.device != plane.device or values.stride(1) != 1 or values.stride(0) < values.shape[1] or values.is_meta:
         return False
-    return values.data_ptr() < plane.data_ptr() + plane.nbytes and plane.data_ptr() < values.data_ptr() + values.nbytes
+    one, other = ((it.data_ptr(), it.data_ptr() + len(it) * it.stride(0) * it.element_size()) for it in (values, plane))
+    return one[0] < other[1] and other[0] < one[1]

@@ -47,7 +47,8 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
     """Call `function` with each chunk of `plane` as a CPU tensor; it fills the chunk in place or returns a new one."""
     for rows in plane_chunks(plane):
         target = plane[rows]
-        chunk = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
+        # What is drawn depends on the strides.
+        chunk = target.contiguous() if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
         result = function(chunk)
         if result is None:
             result = chunk

@@ -47,8 +47,9 @@ class MmapMemory(Memory):
         check_no_url(path)
         super().__init__(device)
         path = Path(path)
+        # Of files without a name the folder alone is given.
         self.path = None if path.is_dir() else path
-        self.folder = path if self.path is None else path.parent
+        self.folder = path.absolute() if self.path is None else path.parent
         self._weight_map: np.memmap | None = None
         self._key: str | None = None
         self._lock: WriteLock | None = None
@@ -64,6 +65,11 @@ class MmapMemory(Memory):
     def _allocate(self, plane: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         path = self.path if plane == "weight" else None
         if path is not None:
+            if not path.suffix:
+                raise InvalidValueError(
+                    f"path {str(path)!r} is no folder that exists, and has no ending of a table, .npy or .safetensors; make "
+                    "the folder, or name the file"
+                )
             files.check_suffix(path, dtype)
             if path.exists():
                 raise StorageError(
@@ -201,7 +207,8 @@ class MmapMemory(Memory):
             self._weight_map.flush()
 
     def anonymous_copy(self) -> Memory:  # noqa: D102
-        copy = MmapMemory(self.device, self.folder)
+        copy = MmapMemory(self.device, self.folder / "copy")
+        copy.path = None  # a file without a name
         copy.layout, copy.max_rows = self.layout, self.max_rows
         return copy
 

@@ -404,9 +404,12 @@ class Planes:
             width = self.dim if width is None else check_size(width, "width")
             specs[name] = width, check_dtype(self.dtype if dtype is None else dtype, PLANE_DTYPES)
             check_fill(fill, (self.num_rows, width), specs[name][1])
-        moved = self._weights_to_move() if planes and beside_weights and self.in_records else {}
-        fills = {**moved, **{name: fill for name, (*_, fill) in planes.items()}}
-        with self._turn if moved else contextlib.nullcontext():
+        joins = bool(planes) and beside_weights and self.in_records
+        if joins:
+            self.end_snapshot()
+        with self._turn if joins else contextlib.nullcontext():
+            moved = self._weights_to_move() if joins else {}
+            fills = {**moved, **{name: fill for name, (*_, fill) in planes.items()}}
             shapes = {name: (plane.shape[1], plane.dtype) for name, plane in moved.items()}
             added = self._place.allocate_together(self.num_rows, {**shapes, **specs})
             for name, plane in added.items():
@@ -421,7 +424,7 @@ class Planes:
             before = self.version
             # A new dict: other threads may be reading.
             self._planes = {**self._planes, **added}
-            self._writes += before + bool(moved) - self.version  # what has filled them was no change
+            self._writes += before - self.version  # what has filled them was no change
         self._fills.update({name: fill for name, fill in fills.items() if not isinstance(fill, Tensor)})
         for plane in moved.values():
             self._release(plane)
@@ -431,10 +434,9 @@ class Planes:
         """Return the planes of the weights, if their rows may go elsewhere."""
         weights = {name: plane for name, plane in self._planes.items() if name.partition(".")[0] == "weight"}
         together = next(block.planes for block in blocks_of(self._planes) if "weight" in block.planes)
-        if self.is_viewed or self.has_views or not weights.keys() >= together.keys():
+        if self.is_viewed or self.has_views or self._snapshot is not None or not weights.keys() >= together.keys():
             return {}
-        self.end_snapshot()
-        self.wait()
+        self._engine.wait()
         return weights
 
     def drop_plane(self, name: str) -> None:

@@ -197,6 +197,8 @@ def check_path(path: Any, more: str = "") -> Path:
     if not isinstance(path, str | os.PathLike):
         raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a file; pass one{more}")
     check_no_url(path)
+    if not os.fspath(path):
+        raise InvalidValueError("path is ''; pass the path of a file, such as 'table.safetensors'")
     return Path(path)
 
 

@@ -199,6 +199,7 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         if self._begun != ended:
             with self._turn:
+                stored = [self._planes[name] for name in names]
                 self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         if caught_up is not None:
             for name, values in zip(names, rows, strict=True):

@@ -45,7 +45,7 @@ class UncheckedRows(Planes):
             self._engine.gather(stored, ids, rows, False if known.check is None else known.check)
         if self._begun != ended:
             with self._turn:
-                self._engine.gather(stored, ids, rows)
+                self._engine.gather([self._planes[name] for name in planes], ids, rows)
         if self._engine.takes_padding and known.length is not None:
             self._padded_stats.add("gathered", known.length, rows)
         else:
@@ -66,13 +66,14 @@ class UncheckedRows(Planes):
         values = list(rows.values())
         if self.moves_on_host and known.host is not None:
             ids = known.host
-        planes = [self._planes[name] for name in rows]
         # Children of this process that read the rows wait meanwhile.
         turns = forks.turns if self._place.is_shared_by_forks else None
         if turns is not None:
             turns.begin()
         # So do other threads.
         with self._turn:
+            # Here: another thread may give the planes other memory.
+            planes = [self._planes[name] for name in rows]
             if self._snapshot is not None:
                 self._snapshot.keep(ids, known)
             self._begun += 1
@@ -150,13 +151,13 @@ class UncheckedRows(Planes):
         """
         if self._place.refuses_writes:
             self.check_writable()
-        came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
 
         def change(*_: Any) -> None:
             engine.update(stored, ids, [name in read for name in written], lambda cached: queue(stored, cached))
 
         with self._turn:
+            came, stored = ([self._planes[name] for name in names] for names in (read, written))
             if self._snapshot is not None:
                 self._snapshot.keep(ids, known)
             self._begun += 1
