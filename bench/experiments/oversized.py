@@ -33,7 +33,8 @@ from speedtransfer.ranks.zipf import draw_ids
 from speedtransfer.tables import plane_chunks
 
 NOTE = (
-    "Float32 rows of 64 with AdamW's state, with idle='exact' and layout='rows', all written before the first step; 512 "
+    "Float32 rows of 64 with AdamW's state, with idle='exact' and layout='rows' in a file without a name, so that a row is in "
+    "one record, all written before the first step; 512 "
     "examples of 8 Zipf ids a step (exponent 1.05), spread over the file. The process may use 1 GB, with the system's pages "
     "of its files, and has trained the 400,000 rows used most once before. These are in the cache where there is one "
     "(cache_rows, cache_counts). Beside it the same steps on the rows in use alone, in ordinary memory and without a limit. "
@@ -182,12 +183,12 @@ def _filled(emb: st.Embedding, used: Tensor | None = None) -> torch.optim.Optimi
     optimizer.zero_grad()
     emb.table.wait()  # a cache has no rows, now that planes are written to
     values = torch.rand(_CHUNK, DIM, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
-    for name in emb.table.planes:
-        plane = emb.table.stored(name)
-        if plane.shape[1] == DIM:
-            for part in plane_chunks(plane):
-                numbers = torch.arange(part.start, part.stop) if used is None else used[part]
-                plane[part] = values[numbers % _CHUNK]
+    planes = [plane for plane in map(emb.table.stored, emb.table.planes) if plane.shape[1] == DIM]
+    # All planes of a row at once: they may share its page.
+    for part in plane_chunks(planes[0]):
+        numbers = torch.arange(part.start, part.stop) if used is None else used[part]
+        for plane in planes:
+            plane[part] = values[numbers % _CHUNK]
     emb.table.flush()
     return optimizer
 
@@ -256,5 +257,5 @@ def train_in(
         counts[spread(torch.arange(hot), rows)] = 1
         cache = {"cache_rows": hot, "cache_counts": counts}
     with _held_to(limit_gb):
-        emb = _made(rows, memory="mmap", path=folder / "rows.safetensors", **cache)
+        emb = _made(rows, memory="mmap", path=folder, **cache)
         return _train(emb, _filled(emb), ids, cases)
