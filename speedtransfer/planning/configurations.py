@@ -27,7 +27,7 @@ from speedtransfer.planning.footprint import (
     sparse_way,
 )
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.workload import BAG, EMBEDDING, MULTI, Load, Workload
+from speedtransfer.planning.workload import BAG, MULTI, Workload
 
 MEASURED, ESTIMATED = "measured", "estimated"
 # What replace_embeddings leaves alone by itself.
@@ -189,35 +189,22 @@ def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) 
         sparse = ["sparse=True"] if workload.trainer.wants_sparse and not table.is_table else []
         rows = [size for size, _ in table.features] if table.kind in MULTI else table.rows
         own = [str(rows), str(table.dim), *frozen, *sparse, *options, *path]
-        lines.append(f"{names[table.name]} = st.{table.kind}({', '.join(own)}){_and_its_own(table)}")
+        about = f"  # with the other arguments of {table.name!r}" if table.names else ""
+        lines.append(f"{names[table.name]} = st.{table.kind}({', '.join(own)}){about}")
     return "\n".join(lines)
 
 
 def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> str:
-    more = ["sparse=True"] if memory == SPARSE else []
-    more += ["_freeze=True"] if workload.trainer.make is None else []
-    names = _variables(workload)
-    lines = []
-    for table in workload.tables:
-        if table.names and not table.is_table:
-            lines += [f"model.get_submodule({name!r}).sparse = True" for name in table.names if memory == SPARSE]
-            continue
-        kind, own = table.kind, more
-        if kind in MULTI:
-            made = [f"torch.nn.Embedding({', '.join([str(rows), str(table.dim), *own])})" for rows, _ in table.features]
-            lines.append(f"{names[table.name]} = torch.nn.ModuleList([{', '.join(made)}])")
-            continue
-        own = [one for one in more if kind == EMBEDDING or one != "_freeze=True"]
-        code = f"torch.nn.{kind}({', '.join([str(table.rows), str(table.dim), *own])})"
-        lines.append(f"{names[table.name]} = {code}{_and_its_own(table)}")
+    more = ["sparse=True"] * (memory == SPARSE) + ["_freeze=True"] * (workload.trainer.make is None)
+    lines = ["model = st.to_dense(model)"] * any(table.is_table for table in workload.tables)
+    for table, variable in zip(workload.tables, _variables(workload).values(), strict=True):
+        if not table.names:
+            lines.append(f"{variable} = torch.nn.Embedding({', '.join([str(table.rows), str(table.dim), *more])})")
+        elif memory == SPARSE:
+            lines += [f"model.get_submodule({name!r}).sparse = True" for name in table.names]
     if memory == SPARSE and sparse is not None and not sparse.same:
         lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
     return "\n".join(lines) or "# the model as it is"
-
-
-def _and_its_own(table: Load) -> str:
-    """Return a comment for a module of a model, whose other arguments a plan does not know."""
-    return f"  # with the other arguments of {table.name!r}" if table.names else ""
 
 
 def _variables(workload: Workload) -> dict[str, str]:

@@ -31,7 +31,7 @@ class Load:
     none. `features` are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the
     distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module
     has a table already, so that ``replace_embeddings`` leaves it alone. One that is not `trained` has no state. Bags of maxima
-    have no sparse gradients (`takes_sparse`).
+    have no sparse gradients (`takes_sparse`), nor, as a whole, modules of several features.
     """
 
     name: str
@@ -179,7 +179,7 @@ def _of_model(model: nn.Module) -> tuple[list[Load], tuple[int, int]]:
         features = tuple((size, 0) for size in rows or [module.num_embeddings] if size)
         if features:
             size, is_table = sum(rows for rows, _ in features), isinstance(module, TableModule)
-            sparse = getattr(module, "mode", "") != "max"
+            sparse = getattr(module, "mode", "") != "max" and kind not in MULTI
             found[key] = Load(
                 name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,), trained, sparse
             )
