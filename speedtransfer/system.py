@@ -45,11 +45,11 @@ def physical_bytes() -> int:
     InvalidValueError: it is no size.
     """
     override = os.environ.get("SPEEDTRANSFER_HOST_BYTES", "")
-    return _parsed(override) if override else _physical_bytes(int(time.monotonic()))
+    return _bytes_given(override) if override else _physical_bytes(int(time.monotonic()))
 
 
 @functools.lru_cache(maxsize=4)
-def _parsed(size: str) -> int:
+def _bytes_given(size: str) -> int:
     try:
         return max(1, int(parse_bytes(size)))
     except InvalidValueError as error:

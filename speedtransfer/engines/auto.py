@@ -175,7 +175,7 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
         wanted = os.environ.get("SPEEDTRANSFER_ENGINE", "")
         if wanted and wanted not in _MAKE:
             raise InvalidValueError(
-                f"SPEEDTRANSFER_ENGINE is {wanted!r} in the environment, which is no engine{suggest(wanted, _MAKE)}"
+                f"SPEEDTRANSFER_ENGINE is {wanted!r} in the environment, which is not an engine{suggest(wanted, _MAKE)}"
             )
         name = wanted if wanted in names else names[0]
     elif name == "auto":

@@ -84,7 +84,6 @@ class MemoryUse:
         return f"MemoryUse({used:,} of {self.num_values:,} values used in {self.batches:,} batches)"
 
 
-@uncompiled
 def check_use(use: Any, num_values: int, name: str) -> None:
     """Raise unless `use`, an argument called `name`, counts `num_values` values."""
     if not isinstance(use, MemoryUse):
@@ -95,6 +94,7 @@ def check_use(use: Any, num_values: int, name: str) -> None:
         raise InvalidValueError(f"{name} counts {use.num_values} values but not {num_values}; count the same layer")
 
 
+@uncompiled
 def count_rows_in(uses: list[MemoryUse], rows: Tensor) -> None:
     """Count the rows of a batch in all of `uses`; not within a compiled graph."""
     for use in uses:

@@ -140,12 +140,12 @@ def _same(grad: RowGradient, other: RowGradient) -> bool:
 
 
 def _summed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grad, other = args[0], args[1]
-    if not isinstance(grad, RowGradient) or not isinstance(other, RowGradient):
-        return _each(func, args, kwargs)
-    if grad.shape != other.shape or _same(grad, other):
-        return _each(func, args, kwargs)
-    if func is not aten.add.Tensor or kwargs or grad.elsewhere or other.elsewhere or grad.dim() != 2:
+    result, grad, other = _each(func, args, kwargs), args[0], args[1]
+    if result is not NotImplemented or func is not aten.add.Tensor or kwargs:
+        return result
+    if not isinstance(grad, RowGradient) or not isinstance(other, RowGradient) or grad.shape != other.shape:
+        return NotImplemented
+    if grad.elsewhere or other.elsewhere or grad.dim() != 2:
         return NotImplemented
     # As autograd adds those of two lookups.
     dtype = torch.promote_types(grad.dtype, other.dtype)

@@ -67,8 +67,8 @@ class MmapMemory(Memory):
         if path is not None:
             if not path.suffix:
                 raise InvalidValueError(
-                    f"path {str(path)!r} is no folder that exists, and has no ending of a table, .npy or .safetensors; make "
-                    "the folder, or name the file"
+                    f"path {str(path)!r} is not a folder that exists, and does not end in .npy or .safetensors; make the "
+                    "folder, or name the file"
                 )
             files.check_suffix(path, dtype)
             if path.exists():
@@ -208,7 +208,7 @@ class MmapMemory(Memory):
 
     def anonymous_copy(self) -> Memory:  # noqa: D102
         copy = MmapMemory(self.device, self.folder / "copy")
-        copy.path = None  # a file without a name
+        copy.path, copy.folder = None, self.folder  # a file without a name
         copy.layout, copy.max_rows = self.layout, self.max_rows
         return copy
 
