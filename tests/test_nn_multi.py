@@ -169,6 +169,12 @@ def of_modules(*others: Any) -> Any:
     return st.MultiEmbedding.from_modules([nn.Embedding(4, 2), *others])
 
 
+def of_another(options: dict[str, Any], _: Any) -> None:
+    m = st.MultiEmbedding([4, 4], 2, **options)
+    m[0].weight.data = m[0].weight.data
+    m[0].weight.data = m[1].weight.data
+
+
 SHARED = nn.Embedding(4, 2)
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (
@@ -191,6 +197,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: torch.autograd.grad(m[1](torch.tensor([1])).sum(), m[1].weight), "no gradient"),
     (lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(60, DIM))), "cannot be replaced; copy"),
     (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(8, DIM))), "assign one of that shape"),
+    *((functools.partial(of_another, options), "write its values") for options in ({}, {"cache_rows": 3})),
     (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=[1]), r"features \['0'\] but num_embeddings of \['0', '1'\]"),
     (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=3), "feature '0' must be within its 3 rows"),
 ]

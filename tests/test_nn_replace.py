@@ -139,8 +139,11 @@ def test_the_report_says_what_was_left_and_why() -> None:
         replace_embeddings(fresh, strict=True)
     message = "names has 'embedd', but no embedding has such a name; did you mean 'emb"
     with pytest.raises(InvalidValueError, match=message):
-        replace_embeddings(nn.ModuleDict({"embed": nn.Embedding(9, 2)}), names=["embedd"], strict=True)
+        replace_embeddings(nn.ModuleDict({"embed": nn.Embedding(9, 2)}), names=["embedd"])
     assert type(fresh["a"]) is nn.Embedding
+    again = nn.ModuleDict({"embed": nn.Embedding(9, 2), "many": nn.ModuleList(nn.Embedding(9, 2) for _ in range(2))})
+    for made in (["embed", "many"], []):
+        assert replace_embeddings(again, names=["embed", "many.*"], min_rows=0, fuse=True) == made
     assert "no nn.Embedding" in str(replace_embeddings(nn.Linear(2, 2)))
 
 

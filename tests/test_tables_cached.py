@@ -204,7 +204,7 @@ def test_given_memory_is_copied():
     table.wait()
     assert not array.any()
     other = make({})
-    with pytest.raises(InvalidValueError, match="one memory cannot be two tables"):
+    with pytest.raises(InvalidValueError, match="one memory cannot be that of two weights"):
         other.weight = nn.Parameter(emb.table.torch())
 
 
@@ -388,7 +388,7 @@ def test_rows_that_another_thread_writes_while_the_weights_move(tmp_path, monkey
     take_step(torch.optim.AdamW(emb.parameters()), emb(torch.tensor([1])).sum())
     threads[0].join()
     assert emb.table[[7]].eq(5).all()
-    with refused(InvalidValueError, "one memory cannot be two tables"):
+    with refused(InvalidValueError, "one memory cannot be that of two weights"):
         other.weight.data = emb.table.torch()
 
 

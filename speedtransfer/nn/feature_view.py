@@ -207,6 +207,8 @@ class FeatureView:
                 "number of rows"
             )
         self.of.step.recover()
+        if not (self.aliased and values.data_ptr() == self.whole().data_ptr()):
+            self.of.check_part(self, values)
         self.store(values)
 
     def track_alias(self, alias: Tensor) -> Tensor:

@@ -80,9 +80,9 @@ def replace_embeddings(
         Leave embeddings with fewer rows alone: where a batch touches most rows a dense one is faster.
     names : str, sequence of str, or callable, optional
         Which modules: patterns such as ``"encoder.*"`` for the names in ``model.named_modules()``, or a function of name and
-        module that says whether to replace it. By default all.
+        module that says whether to replace it. By default all. A pattern that no embedding's name matches is refused.
     strict : bool
-        Raise where an embedding that was asked for cannot be replaced, or a pattern of `names` is that of none.
+        Raise where an embedding that was asked for cannot be replaced.
     min_bytes : int
         Leave embeddings with a smaller weight alone: ``min_bytes=1 << 30`` takes those that are worth the memory.
     fuse : bool
@@ -105,7 +105,7 @@ def replace_embeddings(
     Raises
     ------
     InvalidValueError
-        With `strict`, an embedding cannot be replaced, or a pattern names none. The model is then as it was.
+        A pattern of `names` matches no embedding; with `strict`, one cannot be replaced. The model is then as it was.
     HostMemoryError
         There is no room for a table. The model is then as it was.
     """
@@ -146,12 +146,16 @@ def replace_embeddings(
             report.left[name] = f"it {problem}"
         else:
             found[name] = module
-    if strict and names is not None and not callable(names):
-        asked = [*found, *report.left, *groups]
+    if names is not None and not callable(names):
+        asked = [
+            name
+            for name, it in model.named_modules(remove_duplicate=False)
+            if isinstance(it, nn.Embedding | nn.EmbeddingBag) or is_collection(it)
+        ]
         for pattern in names:
             if not any(fnmatchcase(name, pattern) for name in asked):
                 raise InvalidValueError(
-                    f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked)}"
+                    f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked) if asked else ''}"
                 )
     count = len({id(it.weight) for it in found.values()}) + len({id(each) for each in groups.values()})
     if options["path"] is not None and count > 1 and not os.path.isdir(options["path"]):

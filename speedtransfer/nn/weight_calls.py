@@ -69,12 +69,12 @@ def _set_data(weight: Any, values: Tensor) -> None:
     handle = handle_of(weight)
     if isinstance(values, TableWeight | WeightData):
         other = handle_of(values)
-        if other is handle:
+        if other.of is handle.of and (other.start, other.num_rows) == (handle.start, handle.num_rows):
             return
-        if other.of is not handle.of and not other.aliased and other.of.param_ref() is not None:
+        if not other.aliased and other.of.param_ref() is not None:
             # Of one that is aliased the memory tells; one without a parameter are rows that another weight had before.
             raise InvalidValueError(
-                f"{handle} is assigned the rows of {other}, another table, and would not follow them; write its values "
+                f"{handle} is assigned the rows of {other} and would not follow them; write its values "
                 "(weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
             )
         values = other.whole()

@@ -50,15 +50,7 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
             f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
         )
     values = values.detach()
-    for other in handles:
-        own = other.table.cache_rows is not None or other.table.max_rows is not None or other.table.in_records
-        if other is handle or not (other.aliased or own):
-            continue
-        if _shares(values, other.table.stored("weight")):
-            raise InvalidValueError(
-                f"{handle} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
-                "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
-            )
+    check_of_no_other(values, handle, [other for other in handles if other is not handle])
     if values.device != table.device:
         handle.move(values.device)
     if not resized and not retyped and _can_take(handle, values):
@@ -77,6 +69,17 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
         reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
         handle.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
     handle.store(values)
+
+
+def check_of_no_other(values: Tensor, handle: Any, others: Iterable[Any]) -> None:
+    """Raise if `values`, which `handle` is assigned, are the memory of the rows of another handle."""
+    for other in others:
+        own = other.table.cache_rows is not None or other.table.max_rows is not None or other.table.in_records
+        if (other.aliased or own) and _shares(values, other.table.stored("weight")):
+            raise InvalidValueError(
+                f"{handle} is assigned the memory of {other}, and one memory cannot be that of two weights; write its values "
+                "(weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+            )
 
 
 def take_param(handle: Any, param: nn.Parameter, kind: type[nn.Parameter]) -> None:

@@ -42,7 +42,7 @@ from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.anchor import Anchor
-from speedtransfer.optim.assignment import assign_rows
+from speedtransfer.optim.assignment import assign_rows, check_of_no_other
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.graph import KEY, as_tensor, listen
 from speedtransfer.optim.id_space import IdSpace
@@ -336,6 +336,10 @@ class Handle:
     def set_whole(self, values: Tensor) -> None:
         """Set all rows, or have others, as `assign_rows`."""
         assign_rows(self, values, _handles)
+
+    def check_part(self, part: Any, values: Tensor) -> None:
+        """Raise if `values`, which a `part` of the rows is assigned, are the memory of rows."""
+        check_of_no_other(values, part, _handles)
 
     def whole_in_graph(self) -> Tensor:
         """Return all rows for a graph, as `Views.whole_in_graph`."""
