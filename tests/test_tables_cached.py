@@ -23,7 +23,7 @@ from ticket_machine import CONFIGS, ROW, WRITES, TicketMachine, run_held, writte
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import HostMemoryError, InvalidValueError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables import planes
@@ -206,6 +206,8 @@ def test_given_memory_is_copied():
     other = make({})
     with pytest.raises(InvalidValueError, match="one memory cannot be that of two weights"):
         other.weight = nn.Parameter(emb.table.torch())
+    with pytest.raises(InvalidTypeError, match="would not follow the rows of another"):
+        other.weight = nn.Parameter(emb.weight[:])
 
 
 def test_a_file_has_all_rows_when_they_are_flushed_and_when_the_table_goes(tmp_path):

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.copied_rows import Copied, writes_to, writing_back
+from speedtransfer.nn.copied_rows import Copied, CopiedRows, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
@@ -189,6 +189,11 @@ def check_ordinary(param: nn.Parameter, name: object = "weight") -> None:
     """Raise unless `param` can become the weight of a table, called `name`."""
     if isinstance(param, TableWeight):
         handle_of(param)
+    elif isinstance(param, CopiedRows):
+        raise InvalidTypeError(
+            f"{name} is the weight of a table and would not follow the rows of another table that it is given; copy them: "
+            "nn.Parameter(rows.detach().clone())"
+        )
     elif not is_ordinary(param):
         raise InvalidTypeError(
             f"{name} is the weight of a table and cannot become a {type(param).__name__} (fully_shard, "
