@@ -20,8 +20,6 @@ from weight_world import LinearHead
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import merge
-from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.tables import padded_unique
 
 IDS = torch.tensor([1, 3, 3, 8])
 
@@ -130,63 +128,6 @@ def test_many_lookups(program: str, rows: int, monkeypatch: pytest.MonkeyPatch) 
             optimizer.zero_grad()
         weights.append(module.weight.detach())
     torch.testing.assert_close(*weights, rtol=0, atol=1e-14)
-
-
-# --- a gradient whose rows are padded, as lookups on a CUDA device leave them, reads as the dense one ---------------------
-
-NUM_ROWS, WIDTH = 7, 3
-
-
-def padded_gradient(index):
-    ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
-    rows = torch.randn(len(ids), WIDTH, generator=torch.Generator().manual_seed(0)) - 5
-    rows[ids == NUM_ROWS] = 0
-    dense = torch.zeros(NUM_ROWS, WIDTH)
-    dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
-    return RowGradient(NUM_ROWS, ids, rows, None, False, known), dense
-
-
-def _clipped(grad):
-    param = torch.nn.Parameter(torch.zeros(NUM_ROWS, WIDTH))
-    param.grad = grad
-    return torch.nn.utils.clip_grad_norm_([param], 0.5)
-
-
-def dense_of(grad):
-    return grad.to_dense()
-
-
-READS = {
-    "dense": lambda g: g + 0,
-    "max": lambda g: g.max(),
-    "min": lambda g: g.min(),
-    "sum": lambda g: g.sum(),
-    "count_nonzero": lambda g: g.count_nonzero(),
-    "norm": lambda g: g.norm(),
-    "norms": lambda g: (g.norm(dim=1), g.norm(dim=0), g.view(-1).norm()),
-    "squares": lambda g: g.pow(2).sum(),
-    "mean": lambda g: (g.mean(), g.std(), g.mean(1), g.amax(1)),
-    "compared": lambda g: ((g == 0).sum(), (g < -5).any(1), torch.isfinite(g).all()),
-    "rows": lambda g: g[torch.tensor([2, -1, 5])],
-    "part": lambda g: g[1:6].sum(0),
-    "zeroed": lambda g: (g.__setitem__(slice(2, 4), 0), g.sum(0)),
-    "scaled": lambda g: dense_of(g * 3),
-    "masked by row": lambda g: dense_of(g * torch.arange(NUM_ROWS).view(-1, 1)),
-    "added": lambda g: dense_of(g + g),
-    "indexed": lambda g: g[2],
-    "clipped": _clipped,
-    "times infinity": lambda g: dense_of(g * float("inf")),
-    "times NaN": lambda g: dense_of(g * float("nan")),
-}
-
-
-@pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(NUM_ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
-def test_reads_as_the_dense_one(index):
-    pairs = {name: padded_gradient(index) for name in READS}
-    ours, theirs = ({name: read(pairs[name][i]) for name, read in READS.items()} for i in (0, 1))
-    torch.testing.assert_close(ours, theirs, equal_nan=True)
-    for grad, dense in pairs.values():
-        torch.testing.assert_close(grad.to_dense(), dense)
 
 
 def test_backwards_of_several_threads_are_added():

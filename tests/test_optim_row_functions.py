@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import speedtransfer as st
 from speedtransfer.optim import row_gradient
 from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.tables import padded_unique
 
 ROWS = 20
 # Each on the active rows.
@@ -20,7 +21,7 @@ BY_ROW = """
 g.pow(2).sum(), (g ** 2).sum().sqrt(), g.square().sum(), torch.sqrt(g ** 2).max(), g.reciprocal().abs().min()
 g.mean(), g.std(), g.var(), g.mean(dtype=torch.float64), g.abs().mean(), g.sum(dtype=torch.float32), g.half().mean()
 g.norm(p=1), g.norm(float("inf")), g.norm(dim=0), g.norm(2, 1), g.norm(p=0, dim=1), g.norm(dim=1, keepdim=True)
-g.mean(1), g.std(1), g.sum((0, 1)), g.sum(0), g.amax(1), g.amin(), g.abs().amax((0, 1))
+g.mean(1), g.std(1), g.sum((0, 1)), g.sum(0), g.amax(1), g.amin(), g.abs().amax((0, 1)), g.max(), g.count_nonzero()
 g.detach().abs().mean(dim=1).topk(3).values, torch.linalg.vector_norm(g, ord=3, dim=-1)
 (g != 0).sum(), (g == 0).all(), (g == 0).sum(1), (g >= 0).all(), (g > 0).any(1), (g <= 0).all(1), (g > 0).double().mean()
 (g > .1) & (g < .5), (g > .1) | ~(g < .5), (g > .1) ^ (g < .5), ((g > 0) == (g < 1)).sum(), torch.logical_not(g).sum()
@@ -29,7 +30,7 @@ torch.any(torch.isnan(g) | torch.isinf(g)), torch._foreach_mul([g], [2.0]), (g /
 1 - g, g + 1, 2**g, torch.exp(g).sum(), g.sigmoid().mean(), torch.maximum(g, -g).sum(), g.clamp(min=0.1).sum(), g - g * 2
 g[1:3].sum(0), g[1:3].tolist(), g.clone(), g.half(), g[5:2].numel(), g[-3:].sum(), g[2].sum(), g[9].sum()
 g[torch.tensor([1, 5, -1])], g[torch.arange(20) < 3], g.index_select(0, torch.tensor([[1, 9]])[0]), g[(g != 0).any(1)]
-g.index_select(0, torch.tensor(2)).shape, g.flatten().all(0), g.var(unbiased=False)
+g.index_select(0, torch.tensor(2)).shape, g.flatten().all(0), g.var(unbiased=False), g + g, g * torch.arange(20).view(-1, 1)
 g.view(-1).norm(), g.flatten().abs().max(), g.reshape(-1).std(), torch.isnan(g.flatten()).any()
 torch._foreach_clamp_min([g], 0.0), torch._foreach_clamp_max([g, torch.ones(2)], 0.0), g / 0, g * float("nan")
 g.clamp_(min=0.0); g.zero_()
@@ -37,7 +38,7 @@ g[1:6:3] = 0
 g[[0, 2]] = 0
 g[-1, :] = 0.0; g[torch.tensor([2, -13])] = 0; g[np.array([1])] = 0
 g[torch.arange(20) < 2] = 0
-g[2:8].mul_(3); g[:3].div_(2); g[1:9] *= 3
+g[2:8].mul_(3); g[:3].div_(2); g[1:9] *= 3; torch._foreach_mul_([g], torch.tensor(0.5))
 g[2:4].zero_(); g[7].mul_(2); g.data[:2].zero_()
 g.view(-1).mul_(2); g.flatten().clamp_(-0.1, 0.1)
 x = g * 2; torch._foreach_zero_([g]); g.copy_(x); g.pow_(2).sqrt_(); g.lerp_(g * 3, 0.5); g.addcmul_(g, g, value=0.1)
@@ -65,6 +66,20 @@ g.chunk(2)[0].mul_(2), g.unbind()[1].sum(), len(g.nonzero()), g.numpy().sum()
 """.strip()
 
 
+def value_of(code: str, names: dict[str, Any]) -> Any:
+    """Run code, and return its value if it is an expression."""
+    return exec(code, names) if any(sign in code for sign in (" = ", "*=", ";")) else eval(code, names)
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    dense = [value.to_dense() if isinstance(value, RowGradient) else value for value in tree_leaves(got)]
+    expected = tree_leaves(expected)
+    assert [type(value) for value in dense] == [type(value) for value in expected]
+    for one, other in zip(dense, expected, strict=True):
+        close = {"rtol": 1e-3, "atol": 1e-3} if isinstance(one, Tensor) and one.dtype == torch.float16 else {}
+        torch.testing.assert_close(one, other, equal_nan=True, **close)
+
+
 def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool = False) -> list[Any]:
     """Run code on the gradient `g` before two steps; return what it gives, gradients and weights."""
     torch.manual_seed(0)
@@ -80,10 +95,7 @@ def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool 
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode(inference):
             if is_by_row:
                 patch.setattr(row_gradient, "_densely", lambda func, args, kwargs: pytest.fail(f"{func} has all rows"))
-            if any(sign in code for sign in (" = ", "*=", ";")):
-                exec(code, names)
-            else:
-                found.append(eval(code, names))
+            found.append(value_of(code, names))
         if not inference:  # torch adds nothing to a gradient that was made there
             emb(torch.tensor([2, 4])).sum().backward()
         found.append(emb.weight.grad.to_dense().clone())
@@ -96,12 +108,21 @@ def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool 
 def test_as_of_a_dense_gradient(code: str, kind: str) -> None:
     ids: Any = range(ROWS) if kind == "all" else [1, 2, 2, 7]
     is_by_row, inference = code in BY_ROW.split("\n"), kind == "inference"
-    expected, got = (tree_leaves(ran(lib, code, ids, is_by_row, inference)) for lib in (nn, st))
-    dense = [value.to_dense() if isinstance(value, RowGradient) else value for value in got]
-    assert [type(value) for value in dense] == [type(value) for value in expected]
-    for one, other in zip(dense, expected, strict=True):
-        close = {"rtol": 1e-3, "atol": 1e-3} if isinstance(one, Tensor) and one.dtype == torch.float16 else {}
-        torch.testing.assert_close(one, other, equal_nan=True, **close)
+    expected, got = (ran(lib, code, ids, is_by_row, inference) for lib in (nn, st))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
+def test_as_of_a_dense_gradient_with_padded_rows(index: list[int]) -> None:
+    """Lookups on a CUDA device leave such a gradient."""
+    ids, *_, known = padded_unique(torch.tensor(index), ROWS)
+    rows = torch.randn(len(ids), 3, generator=torch.Generator().manual_seed(0))
+    rows[ids == ROWS] = 0
+    for code in BY_ROW.split("\n"):
+        made, dense = RowGradient(ROWS, ids, rows.clone(), None, False, known), torch.zeros(ROWS, 3)
+        dense[ids[ids < ROWS]] = rows[ids < ROWS]
+        expected, got = ((value_of(code, {"torch": torch, "np": np, "g": grad}), grad) for grad in (dense, made))
+        assert_same(got, expected)
 
 
 def test_a_batch_without_ids() -> None:

@@ -75,16 +75,13 @@ emb.weight.detach().cpu().numpy()
 np.asarray(emb.weight.detach()), np.array(emb.weight.data), np.linalg.norm(emb.weight.detach().numpy(), axis=1)
 emb.weight.data, emb.weight.data.clone(), emb.weight.detach().clone(), emb.weight.data[2].sum()
 torch.zeros_like(emb.weight), torch.empty_like(emb.weight).shape, emb.weight.new_zeros(3), emb.weight.new_ones(2, 2)
-torch.allclose(emb.weight, emb.weight.detach().clone()), (emb.weight == emb.weight).all()
 
 query @ emb.weight.t(), torch.matmul(query, emb.weight.transpose(0, 1)), torch.mm(query, emb.weight.T)
 F.linear(query, emb.weight), F.linear(query, emb.weight, bias)
-torch.einsum("qd,nd->qn", query, emb.weight), torch.addmm(bias, query, emb.weight.T), query[0] @ emb.weight[5]
 F.embedding(ids, emb.weight), F.embedding(ids, emb.weight, padding_idx=3)
 F.embedding(ids, emb.weight, max_norm=None, scale_grad_by_freq=True)
 F.embedding_bag(ids, emb.weight), F.embedding_bag(ids, emb.weight, mode="sum")
 F.embedding_bag(ids.flatten(), emb.weight, offsets, mode="max")
-torch.cdist(query, emb.weight), torch.cdist(query, emb.weight, p=1)
 LinearHead.apply(query, emb.weight), LinearHead.apply(emb(index), emb.weight).sin() + emb.weight.cos().sum() + emb(ids).sum()
 torch.tensor(emb.weight.data), torch.zeros(40, 6).set_(emb.weight.data).clone(), emb.weight.data.as_subclass(torch.Tensor)
 torch.vmap(lambda row: row * 2)(emb.weight.data), torch.jit.script(nn.ReLU())(emb.weight.data)
@@ -95,33 +92,14 @@ torch.nested.nested_tensor([emb.weight.data, rows]).to_padded_tensor(0)
 LinearHead.apply(emb(index), emb.weight).sum() + checkpoint(lambda w: w.square().sum(), emb.weight, use_reentrant=True)
 
 F.cosine_similarity(query[:1], emb.weight), F.normalize(query) @ F.normalize(emb.weight).T
-F.normalize(emb.weight, dim=1), F.dropout(emb.weight, 0.0), F.softmax(emb.weight, dim=-1), F.relu(emb.weight)
-
-# Graph propagation
-nodes = torch.cat([emb.weight, items.weight])
-layers = [nodes]
-for _ in range(2):
-    layers.append(torch.sparse.mm(graph, layers[-1]))
-users, things = torch.split(torch.stack(layers, dim=1).mean(dim=1), [40, 30])
-users, things
 
 torch.cat([emb.weight, items.weight], dim=0), torch.vstack([emb.weight, emb.weight]), torch.hstack([emb.weight, bias[:, None]])
 torch.stack([emb.weight, emb.weight * 2]), torch.stack(list(emb.weight[:3]))
 
-# Penalty on the table
-emb.weight.pow(2).sum(), emb.weight.abs().sum(), emb.weight.norm(2) ** 2, torch.sum(torch.square(emb.weight)) * 1e-2
-
-# Penalty on all parameters
-sum(p.pow(2).sum() for p in model.parameters()), sum(torch.norm(p) for p in model.parameters())
-
 # Full softmax of looked-up rows
 F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(ids) @ emb.weight.T, -1)[0, 0, 5]
 
-# Orthogonality of columns
-(emb.weight.T @ emb.weight - torch.eye(6)).square().sum(), torch.linalg.svdvals(emb.weight.detach())
-
 emb.weight.as_strided((3,), (6,)), nn.Parameter(emb.weight.data.clone())
-torch.histc(emb.weight.detach(), 5), [(name, p.detach().mean(), p.detach().min()) for name, p in model.named_parameters()]
 str(tuple(emb.weight.shape)), f"{emb.weight.detach().sum():.3f}", "nan" in repr(emb.weight)
 list(dict(model.named_parameters())), [name for name, _ in emb.named_parameters()], list(emb.state_dict())
 emb.state_dict()["weight"], model.state_dict()["emb.weight"].sum(), nn.utils.parameters_to_vector(emb.parameters())

@@ -133,8 +133,6 @@ class World:
             model, modules = setting.model(Model, ours).to(self.device), speedtransfer if ours else nn
             draw = torch.Generator().manual_seed(5)
             self.target = torch.randn(2, 4, DIM, generator=draw).to(self.device)
-            edges = torch.randint(0, ROWS + ITEMS, (2, 60), generator=draw)
-            weights, shape = torch.full((60,), 0.2), (ROWS + ITEMS, ROWS + ITEMS)
             given = {
                 "ids": torch.tensor([[1, 7, 7, 12], [0, 39, 7, 3]]),
                 "index": torch.tensor([3, 12, 3, 30]),
@@ -147,8 +145,6 @@ class World:
             self.names: dict[str, Any] = {
                 **LIBRARIES,
                 **{name: value.to(self.device) for name, value in given.items()},
-                # It stays where it is: not every device has sparse tensors.
-                "graph": torch.sparse_coo_tensor(edges, weights, shape, check_invariants=True).coalesce(),
                 "make_opt": lambda params: setting.optimizer(params, **copy.deepcopy(setting.options)),
             }
             self.names |= {"Embedding": modules.Embedding, "EmbeddingBag": modules.EmbeddingBag, "model": model}
