@@ -9,7 +9,6 @@ import lzma
 import sys
 import tempfile
 
-import numpy as np
 import pytest
 from cases import raising
 
@@ -22,18 +21,6 @@ from speedtransfer.word2vec.vocabulary import read_counts
 
 def corpus_of(text, **kwargs):
     return Corpus(io.BytesIO(text.encode()), **kwargs)
-
-
-def test_literal():
-    corpus = corpus_of("b a x b a b c c", min_count=2)
-    assert corpus.vocabulary.words == ["b", "a", "c"]  # by count, then by word
-    assert corpus.vocabulary.counts.tolist() == [3, 2, 2]
-    assert corpus.ids.tolist() == [0, 1, 0, 1, 0, 2, 2]
-    assert corpus.ids.dtype == np.int32
-    assert corpus.num_raw_words == 8
-    assert corpus.starts is None
-    few = corpus_of("b a x b a b c c", min_count=1, max_words=2)
-    assert (few.vocabulary.words, few.ids.tolist()) == (["b", "a"], [0, 1, 0, 1, 0])
 
 
 def test_a_byte_order_mark_within_the_text_is_of_a_word(tmp_path):

@@ -103,7 +103,9 @@ def test_a_corpus_of_pieces(kind, step, min_count, monkeypatch):
     assert [corpus.vocabulary.words[number] for number in corpus.ids] == words
     assert corpus.num_raw_words == seen[-1] == 1500
     assert (len(words) == 1500) == (min_count == 1)
-    if kind == "lines":
+    if kind == "text":
+        assert corpus.starts is None
+    else:
         ends = np.cumsum(numbers != LINE_END)[numbers == LINE_END]
         assert corpus.starts.tolist() == sorted({0, *ends.tolist()} - {len(words)})
         assert len(corpus.starts) > 5
@@ -176,15 +178,6 @@ def test_the_end_of_a_line_is_no_word():
     ids = np.array([1, LINE_END, 0, 2], np.int32)
     assert corpus_module._replace(ids, np.array([0 * 3 + 2]), np.array([3], np.int32), 3) == 3
     assert ids[:3].tolist() == [1, LINE_END, 3]
-
-
-def test_counting_pairs(monkeypatch):
-    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
-    ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
-    pairs, counts = count_pairs(ids, 6)
-    expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
-    assert dict(zip((divmod(pair, 6) for pair in pairs.tolist()), counts.tolist(), strict=True)) == expected
-    assert (np.diff(pairs) > 0).all()
 
 
 def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):

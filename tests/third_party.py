@@ -28,13 +28,6 @@ class RowOptimizer(Optimizer):
         raise NotImplementedError
 
 
-class Lion(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        m = state.setdefault("exp_avg", torch.zeros_like(p))
-        p.mul_(1 - group["lr"] * 0.1).sub_((0.9 * m + 0.1 * g).sign_(), alpha=group["lr"])
-        m.lerp_(g, 0.01)
-
-
 class Yogi(RowOptimizer):
     """Starts from an accumulator of its own, which zero cannot stand for."""
 
@@ -185,7 +178,6 @@ class OddConstructor(RowOptimizer):
 
 # Name -> optimizer and the planes that it needs.
 STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
-    "lion": (Lion, {"exp_avg"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "lookahead": (Lookahead, {"slow"}),

@@ -29,6 +29,7 @@ emb.weight.grad.apply_(lambda value: value + 0.01)
 emb.weight.grad.share_memory_().mul_(2)
 torch.from_dlpack(emb.weight.grad)[3] = 0.5
 np.from_dlpack(emb.weight.grad.detach()).sum()
+emb.weight.grad.zero_()
 emb.weight.grad.add_(full, alpha=0.01)
 emb.weight.grad.copy_(full)
 torch.clamp(emb.weight.grad, -0.02, 0.02, out=emb.weight.grad), torch.mul(emb.weight.grad, 0.5, out=emb.weight.grad)
