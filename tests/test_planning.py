@@ -305,13 +305,6 @@ def run(run, monkeypatch):
     return functools.partial(run, "plan")
 
 
-def lines(text: str) -> dict[str, list[str]]:
-    """The cells of a table, by the first."""
-    planes = text.partition("this machine:")[0]
-    rows = [line for line in planes.splitlines() if "  " in line]
-    return {cells[0]: cells[1:] for cells in ([c for c in row.split("  ") if c.strip()] for row in rows)}
-
-
 def test_bytes_and_times(run):
     given = ["--unique", "1000", "--distinct-share", "0.5"]
     code, out, _ = run(*SIZES, "--idle", "lazy", *given)
@@ -319,7 +312,9 @@ def test_bytes_and_times(run):
     assert "each looks up 1,000 distinct rows a step, 0.50 of these are distinct over all" in out
     share = expected_distinct_share([(1_000_000, 65_536)], 1.05, 4)
     assert f"{share:.2f} of these are distinct over all" in run(*SIZES, "--idle", "lazy")[1]
-    found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
+    rows = [line.split("  ") for line in out.partition("this machine:")[0].splitlines() if "  " in line]
+    cells = ([cell for cell in row if cell.strip()] for row in rows)
+    found = {name: [cell.strip() for cell in others] for name, *others in cells}
     # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.
     assert found["sharded"] == ["192 MB", "384 bytes", "6 kB", "192 kB", "192 kB", "5", "384 kB", "384 kB"]
     assert found['memory="shared"'] == ["192 MB", "768 bytes", "6 kB", "192 kB", "6", "640 kB", "384 kB"]

@@ -251,22 +251,18 @@ def cache(tmp_path_factory) -> Iterator[Path]:
     return tmp_path_factory.mktemp("mypy")
 
 
-def installed(kind: str, folder: Path) -> Path:
-    """Return the interpreter of an environment in `folder` that has the package, and torch, NumPy and others of this one."""
-    made = folder / "environment"
-    venv.create(made, symlinks=True)
-    (packages,) = made.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(build(kind, folder)) as wheel:
-        wheel.extractall(packages)
-    # A .pth file of that folder, such as that of this checkout, is not read there.
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    return made / "bin" / "python"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
 def test_mypy_knows_the_public_names(kind, tmp_path, cache):
-    options = ["--strict", "--python-executable", str(installed(kind, tmp_path)), "--cache-dir", str(cache)]
+    """In an environment that has the package, and torch, NumPy and others of this one."""
+    made = tmp_path / "environment"
+    venv.create(made, symlinks=True)
+    (packages,) = made.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(build(kind, tmp_path)) as wheel:
+        wheel.extractall(packages)
+    # A .pth file of that folder, such as that of this checkout, is not read there.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    options = ["--strict", "--python-executable", str(made / "bin" / "python"), "--cache-dir", str(cache)]
     (tmp_path / "script.py").write_text(SCRIPT)
     alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
     command = [sys.executable, "-m", "mypy", *options, "script.py"]

@@ -75,11 +75,6 @@ def draws_of(position, block, model, negative, rows_of=None):
     return [pool[(span * count + draw) % len(pool)] for draw in range(count)]
 
 
-def window_of(block, position):
-    first, last = position - int(block.before[position]), position + int(block.after[position])
-    return [near for near in range(first, last + 1) if near != position]
-
-
 def loss_of(vector, output, positives, drawn, negative, counts):
     """Of one vector that predicts words, with what each counts; the words drawn are weighted to `negative` a prediction."""
     counts = torch.tensor(counts, dtype=torch.float64)
@@ -99,7 +94,8 @@ def train(table, output, block, model, negative, rate, rows_of=None):
         found = output.clone().requires_grad_()
         vectors = torch.stack([table[rows].mean(0) for rows in rows_of]).requires_grad_()
         for i in range(first, min(first + span, len(words))):
-            places = window_of(block, i)
+            window = range(i - int(block.before[i]), i + int(block.after[i]) + 1)
+            places = [near for near in window if near != i]
             if not places:
                 continue
             around, counts = [words[j] for j in places], [1] * len(places)

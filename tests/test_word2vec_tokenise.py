@@ -144,11 +144,6 @@ def by_gensim(lines, min_count, threshold):
     return [list(model[line]) for line in lines]
 
 
-def words_of(corpus):
-    words = corpus.vocabulary.words
-    return [[words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
-
-
 def test_joins_what_gensim_joins(factbook, monkeypatch):
     monkeypatch.setattr(corpus_module, "CHUNK_IDS", 1 << 13)
     min_count, threshold = 5, 10.0
@@ -157,7 +152,9 @@ def test_joins_what_gensim_joins(factbook, monkeypatch):
     counts = Counter(word for line in joined for word in line)
     assert corpus.vocabulary.counts.tolist() == [counts[word] for word in corpus.vocabulary.words]
     kept = [[word for word in line if counts[word] >= min_count] for line in joined]
-    assert words_of(corpus) == [line for line in kept if line]
+    words = corpus.vocabulary.words
+    found = [[words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
+    assert found == [line for line in kept if line]
     assert sum("_" in word for word in corpus.vocabulary.words) > 50
     assert corpus.num_raw_words == sum(map(len, factbook))
 

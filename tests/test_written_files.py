@@ -130,11 +130,6 @@ Net.__module__ = Run.__module__ = "written_files"
 sys.modules["written_files"] = sys.modules[__name__]
 
 
-def table_values(dtype: torch.dtype) -> Tensor:
-    """Return what is in the table of a dtype."""
-    return torch.arange(-60, ROWS * DIM - 60).view(ROWS, DIM).to(torch.float64).mul(0.5).to(dtype)
-
-
 # --- reading them -------------------------------------------------------------------------------------------------------
 
 
@@ -181,7 +176,8 @@ def test_pickle(name, written, expected):
 @pytest.mark.parametrize("name", [*TABLES, "mapped.npy", "mapped.safetensors"])
 def test_table(name, memory, written, tmp_path):
     path = shutil.copy(written / "tables" / name, tmp_path)
-    table, values = st.Table.load(path, memory=memory), table_values(TABLES.get(name, torch.float32))
+    table, values = st.Table.load(path, memory=memory), torch.arange(-60, ROWS * DIM - 60).view(ROWS, DIM) * 0.5
+    values = values.to(TABLES.get(name, torch.float32))
     assert (table.num_rows, table.dim, table.dtype) == (ROWS, DIM, values.dtype)
     assert torch.equal(table.torch(), values)
 

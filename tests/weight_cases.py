@@ -68,16 +68,13 @@ isinstance(emb.weight, nn.Parameter), isinstance(emb.weight, torch.Tensor), torc
 sum(p.numel() for p in model.parameters()), [p.shape for p in model.parameters()]
 sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 emb.weight[mask], emb.weight[emb.weight[:, 0] > 0]
-emb.weight.tolist(), emb.weight[3].tolist()
 [float(row.sum()) for row in emb.weight], sum(row[0] for row in emb.weight)
-emb.weight[3, 2].item(), float(emb.weight[0, 0]), bool((emb.weight > 0).any())
 emb.weight.detach().cpu().numpy()
 np.asarray(emb.weight.detach()), np.array(emb.weight.data), np.linalg.norm(emb.weight.detach().numpy(), axis=1)
 emb.weight.data, emb.weight.data.clone(), emb.weight.detach().clone(), emb.weight.data[2].sum()
 torch.zeros_like(emb.weight), torch.empty_like(emb.weight).shape, emb.weight.new_zeros(3), emb.weight.new_ones(2, 2)
 
 query @ emb.weight.t(), torch.matmul(query, emb.weight.transpose(0, 1)), torch.mm(query, emb.weight.T)
-F.linear(query, emb.weight), F.linear(query, emb.weight, bias)
 F.embedding(ids, emb.weight), F.embedding(ids, emb.weight, padding_idx=3)
 F.embedding(ids, emb.weight, max_norm=None, scale_grad_by_freq=True)
 F.embedding_bag(ids, emb.weight), F.embedding_bag(ids, emb.weight, mode="sum")
@@ -91,10 +88,7 @@ torch.nested.nested_tensor([emb.weight.data, rows]).to_padded_tensor(0)
 # refused (copies): it takes the weight apart from its graph, which reads rows where they are stored
 LinearHead.apply(emb(index), emb.weight).sum() + checkpoint(lambda w: w.square().sum(), emb.weight, use_reentrant=True)
 
-F.cosine_similarity(query[:1], emb.weight), F.normalize(query) @ F.normalize(emb.weight).T
-
 torch.cat([emb.weight, items.weight], dim=0), torch.vstack([emb.weight, emb.weight]), torch.hstack([emb.weight, bias[:, None]])
-torch.stack([emb.weight, emb.weight * 2]), torch.stack(list(emb.weight[:3]))
 
 # Full softmax of looked-up rows
 F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(ids) @ emb.weight.T, -1)[0, 0, 5]
@@ -146,13 +140,10 @@ nn.init.kaiming_uniform_(emb.weight, a=5**0.5)
 nn.init.eye_(emb.weight)
 nn.init.uniform_(emb.weight.data[3:9], 1, 2)
 emb.weight.data[7] = rows[0]
-emb.weight.data[index[:2]] = rows[:2]
-emb.weight.data[mask] = 0.0
 emb.weight.data[2:5, 1] += 1
 emb.weight.data.copy_(full)
 emb.weight.data -= emb.weight.data.mean(0)
 emb.weight.data = full.clone()
-emb.weight.data = F.normalize(emb.weight.data, dim=1)
 emb.weight.data.index_add_(0, index, rows)
 emb.weight.data.view(-1)[:5] = 0
 emb.weight.detach().copy_(full)
