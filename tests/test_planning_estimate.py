@@ -14,7 +14,7 @@ from cases import take_step
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
 from test_planning import gpu
-from third_party import RowOptimizer
+from third_party import Lookahead
 
 import speedtransfer as st
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
@@ -258,24 +258,14 @@ def test_every_optimizer(case):
     assert_right(table_size(ROWS, 24, case.make), *trained(case.make, 24, 3))
 
 
-class Late(RowOptimizer):
-    """SGD that keeps a plane from its fourth step on."""
-
-    def update(self, p, g, state, group):
-        state["step"] = state.get("step", 0) + 1
-        if state["step"] >= 4:
-            state.setdefault("seen", torch.zeros_like(p)).add_(g)
-        p.sub_(g, alpha=group["lr"])
-
-
 class Unknown(torch.optim.AdamW):
     """An optimizer that nothing is known of but what a probe finds."""
 
 
 def test_state_that_is_made_late_counts():
-    size = table_size(ROWS, 8, Late)
-    assert [plane.name for plane in size.planes] == ["weight", "seen"]
-    assert_right(size, *trained(Late, 8, 6, idle="lazy"))
+    size = table_size(ROWS, 8, Lookahead)
+    assert [plane.name for plane in size.planes] == ["weight", "slow"]
+    assert_right(size, *trained(Lookahead, 8, 6, idle="lazy"))
 
 
 def test_float64_and_optimizers_of_sparse_gradients():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import check_refused, refusals
+from test_speedtorch import _in_a_folder_of_its_own, pytestmark  # noqa: F401 - for all tests here
 
 import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
@@ -15,14 +16,6 @@ GADGETS = {
     "pinned": lambda path: SpeedTorch.DataGadget(path, CPUPinn=True),
     "mmap": lambda path: SpeedTorch.DataGadgetMM(path),
 }
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:SpeedTorch's classes ask for CUDA")
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
 
 
 def opened(array, kind="device"):
