@@ -11,7 +11,7 @@ import torch
 from cases import take_step
 from interrupt import Interrupt
 from lazy_oracle import Twins
-from optimizer_cases import REFUSED, case_named
+from optimizer_cases import BASE, REFUSED, OptimizerCase, case_named
 from third_party import REFUSED_STYLES, RowOptimizer
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -35,6 +35,19 @@ def probe(
     assert torch.equal(param, torch.ones_like(param))
     assert len(opt.state) == made
     return found
+
+
+STARTS = {("adagrad-initial", "sum"): 0.3, ("rprop", "step_size"): 0.03, ("asgd", "ax"): None}
+
+
+@pytest.mark.parametrize("case", BASE, ids=str)
+def test_planes_and_their_starts(case: OptimizerCase) -> None:
+    specs = probe(case.make)
+    assert set(specs) == set(case.planes)
+    for name, spec in specs.items():
+        assert (spec.tail, spec.dtype) == ((3,), torch.float32)
+        start = STARTS.get((case.name, name), 0.0)
+        assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-6))
 
 
 class Draws(SGD):
