@@ -149,7 +149,10 @@ def test_a_word_that_never_occurs():
 def test_choice_against_sorting(max_words):
     counts = {word: count for count, words in ((9, "x"), (4, "dbac"), (2, "é東z"), (1, "qr")) for word in words}
     text = " ".join(" ".join(word * count) for word, count in counts.items())
-    vocabulary = corpus_of(text, min_count=2, max_words=max_words).vocabulary
+    corpus = corpus_of(text, min_count=2, max_words=max_words)
+    vocabulary = corpus.vocabulary
+    assert [vocabulary.words[number] for number in corpus.ids] == [word for word in text.split() if word in vocabulary]
+    assert corpus.ids.dtype == "int32"
     expected = sorted((-count, word) for word, count in counts.items() if count >= 2)[:max_words]
     assert list(zip((-vocabulary.counts).tolist(), vocabulary.words, strict=True)) == expected
     assert ("x" in vocabulary, "q" in vocabulary) == (True, False)

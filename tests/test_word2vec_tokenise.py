@@ -177,6 +177,15 @@ def test_the_end_of_a_line_is_no_word():
     assert ids[:3].tolist() == [1, LINE_END, 3]
 
 
+def test_counting_pairs(monkeypatch):
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
+    ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
+    pairs, counts = count_pairs(ids, 6)
+    expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
+    assert dict(zip((divmod(pair, 6) for pair in pairs.tolist()), counts.tolist(), strict=True)) == expected
+    assert (np.diff(pairs) > 0).all()
+
+
 def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(corpus_module, "CHUNK_IDS", 100)
     monkeypatch.setattr(corpus_module, "MAX_PAIRS", 50)
