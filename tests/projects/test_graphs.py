@@ -1,12 +1,11 @@
-"""Graphs: torch-geometric's Node2Vec and knowledge graph models as in its examples, PyKEEN's models."""
+"""Graphs: torch-geometric's Node2Vec as in its examples; knowledge graphs by PyKEEN: test_knowledge_graph.py."""
 
 import types
 
-import numpy as np
 import pytest
 import torch
 
-from projects.data import ITEMS, edges, triples
+from projects.data import ITEMS, edges
 from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways, stepped
 
 pytestmark = pytest.mark.slow
@@ -57,63 +56,3 @@ def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
 @pytest.mark.parametrize(("optimizer", "sparse"), [("Adam", False), ("SparseAdam", True)], ids=["dense", "sparse"])
 def test_node2vec(walks, optimizer, sparse, way, double):
     compare(node2vec, way, double, optimizer, sparse)
-
-
-def knowledge_graph(way: str, name: str) -> Outcome:
-    from torch_geometric.nn import kge
-
-    torch.manual_seed(0)
-    with classes(way, "torch_geometric"):
-        model = getattr(kge, name)(num_nodes=ITEMS, num_relations=5, hidden_channels=8)
-    hand_over(model, way)
-    head, relation, tail = (torch.tensor(part) for part in triples())
-    loader = model.loader(
-        head_index=head[:350], rel_type=relation[:350], tail_index=tail[:350], batch_size=50, shuffle=True
-    )
-    kind = torch.optim.Adagrad if name == "ComplEx" else torch.optim.Adam
-    optimizer = kind(model.parameters(), lr=0.01, weight_decay=0 if name in ("TransE", "RotatE") else 1e-6)
-    losses = stepped(optimizer, (model.loss(*batch) for _ in range(3) for batch in loader))
-    model.eval()
-    ranks = model.test(head[350:], relation[350:], tail[350:], batch_size=40, k=10, log=False)
-    return Outcome({"losses": losses, "ranks": ranks}, {}, model)
-
-
-@in_both_ways
-@pytest.mark.parametrize("name", ["TransE", "ComplEx", "DistMult", "RotatE"])
-def test_knowledge_graph(name, way, double):
-    pytest.importorskip("torch_geometric", reason="torch-geometric is not installed: make projects")
-    compare(knowledge_graph, way, double, name)
-
-
-def pykeen(way: str, model: str) -> Outcome:
-    """PyKEEN's models, training loop and evaluation: constraints and regularisers on `weight` after each step."""
-    from pykeen.evaluation import RankBasedEvaluator
-    from pykeen.models import DistMult, TransE
-    from pykeen.training import SLCWATrainingLoop
-    from pykeen.triples import CoreTriplesFactory
-
-    data = torch.tensor(np.stack(triples(), 1))
-    training, testing = (CoreTriplesFactory(part, ITEMS, 5) for part in (data[:320], data[320:]))
-    torch.manual_seed(0)
-    kind = {"TransE": TransE, "DistMult": DistMult}[model]
-    with classes(way, "pykeen"):
-        net = kind(triples_factory=training, embedding_dim=8, random_seed=3, loss="softplus")
-    hand_over(net, way)
-    loop = SLCWATrainingLoop(
-        model=net, triples_factory=training, optimizer=torch.optim.Adam(params=net.get_grad_params(), lr=0.02)
-    )
-    torch.manual_seed(4)
-    np.random.seed(4)
-    losses = loop.train(triples_factory=training, num_epochs=3, batch_size=64, use_tqdm=False, use_tqdm_batch=False)
-    given = {"additional_filter_triples": training.mapped_triples, "batch_size": 16, "use_tqdm": False}
-    results = RankBasedEvaluator().evaluate(net, testing.mapped_triples, **given)
-    scores = net.score_t(testing.mapped_triples[:5, :2])
-    printed = {"losses": losses, "mrr": results.get_metric("mrr"), "hits": results.get_metric("hits@10")}
-    return Outcome(printed, {"scores": scores}, net)
-
-
-@in_both_ways
-@pytest.mark.parametrize("model", ["TransE", "DistMult"])
-def test_pykeen(model, way, double):
-    pytest.importorskip("pykeen", reason="PyKEEN is not installed: make projects")
-    compare(pykeen, way, double, model)
