@@ -95,10 +95,6 @@ def test_everything_is_taken_up(corpus, tmp_path):
     resumed = Checkpoints(tmp_path / "point", Settings(**QUICK), resume=True).restore(corpus, QUIET)
     assert resumed.step == 18
     assert (resumed.loss, resumed.moved_bytes) == (straight.loss, straight.moved_bytes)
-    for trainer in (straight, resumed):
-        trainer.run(QUIET)
-    assert resumed.vectors().matrix.tobytes() == straight.vectors().matrix.tobytes()
-    assert resumed.loss == straight.loss
 
 
 def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):

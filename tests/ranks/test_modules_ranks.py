@@ -174,20 +174,18 @@ def test_all_rows_come_to_the_first_of_the_group() -> None:
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
 
 
-def trained_by_default() -> tuple[bool, torch.Tensor]:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages would be on the device")
+@on(2)
+def test_without_cuda_messages_are_on_the_host() -> None:
     group = dist.new_group(backend="cpu:gloo")
     assert dist.get_backend(group) != "gloo"
     emb = st.Embedding(20, 4, process_group=group, device="cpu")
     opt = torch.optim.AdamW(emb.parameters())
     take_step(opt, emb(torch.arange(dist.get_rank() + 3)).sum())
-    return exchange_of(group).on_host, emb(torch.arange(20)).detach()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="messages would be on the device")
-def test_without_cuda_messages_are_on_the_host(two):
-    (on_host, rows), (_, same) = two(trained_by_default)
-    assert on_host
-    assert torch.equal(rows, same)
+    assert exchange_of(group).on_host
+    rows: list[Any] = [None] * 2
+    dist.all_gather_object(rows, emb(torch.arange(20)).detach())
+    assert torch.equal(*rows)
 
 
 # --- a `MultiEmbedding`: the numbers of one process with the batches of all, with a vocabulary too ---------------------------
