@@ -1,4 +1,4 @@
-"""Accelerate, transformers' Trainer and fastai's optimizers, as their own tutorials use them."""
+"""Accelerate and transformers' Trainer, as their own tutorials use them."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from projects.data import sequences
-from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over, in_both_ways, stepped
+from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over, in_both_ways
 from projects.two_towers import ahead, loader, make, scores
 
 pytestmark = pytest.mark.slow
@@ -117,31 +117,3 @@ def test_trainer(resume, options, way, tmp_path):
         return
     ours, dense = (trained_by_trainer(which, str(tmp_path), resume, **options) for which in (way, DENSE))
     assert_same(ours, dense, 2e-3 if "bf16" in options else None)
-
-
-# --- fastai -----------------------------------------------------------------------------------------------------------
-
-
-def fastai(way: str, optimizer: str) -> Outcome:
-    """fastai's optimizers are no `torch.optim.Optimizer`: they write `p.data` by hand, and zero `p.grad` in place."""
-    import fastai.optimizer as fast
-
-    model = make(way)
-    opt = {
-        "SGD": lambda: fast.SGD(model.parameters(), lr=0.1),
-        "momentum": lambda: fast.SGD(model.parameters(), lr=0.05, mom=0.9, wd=0.01),
-        "RMSProp": lambda: fast.RMSProp(model.parameters(), lr=0.01),
-        "Adam": lambda: fast.Adam(model.parameters(), lr=0.02, wd=0.01),
-        "wrapped": lambda: fast.OptimWrapper(model.parameters(), torch.optim.AdamW, lr=0.02),
-    }[optimizer]()
-    torch.manual_seed(1)
-    batches = ((model(users, items), rating) for epoch in range(2) for users, items, rating in loader(seed=epoch))
-    losses = stepped(opt, (F.mse_loss(*batch) for batch in batches))
-    return Outcome({"losses": losses}, {"scores": scores(model)}, model)
-
-
-@in_both_ways
-@pytest.mark.parametrize("optimizer", ["SGD", "momentum", "RMSProp", "Adam", "wrapped"])
-def test_fastai(optimizer, way, double):
-    pytest.importorskip("fastai.optimizer", reason="fastai is not installed: make projects")
-    compare(fastai, way, double, optimizer)
