@@ -101,12 +101,6 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def host_array(plane: Tensor) -> np.ndarray:
-    """Return an array over the memory of a tensor on the host."""
-    numpy_dtype(plane.dtype)
-    return plane.numpy()
-
-
 def plain_index(index: Any) -> Any:
     """Return `index`, and each part of a tuple, as a tensor or array of integers or booleans, if it is one; else as it is."""
     if isinstance(index, tuple):

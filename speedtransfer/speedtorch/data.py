@@ -100,12 +100,6 @@ class Matrices(OneArray, IndexedData):
     _begin_by = "comInit()"
     _fixed_by = "total_classes is {}"
 
-    total_classes: int
-
-    def _check(self) -> None:
-        super()._check()
-        self._set_shape(self.total_classes, self.total_classes)
-
     def comInit(self) -> None:
         """Make the matrix, of zeros."""
         self._begin(lambda rows: rows.table.zero_())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import uuid
 import warnings
-from pathlib import Path
 
 import torch
 
@@ -40,12 +37,8 @@ class MemoryMapped(Storage):
         return _on_device("cuda", "mmap")
 
     def _new_table(self, num_rows: int, dim: int, dtype: torch.dtype) -> Table:
-        path = Path(os.path.dirname(self.diskname), f".speedtorch-{uuid.uuid4().hex}.safetensors")
         memory, device = self._place()
-        table = Table(num_rows, dim, dtype, memory, path, device)
-        with contextlib.suppress(OSError):  # the map keeps the file, without a name, until the table dies
-            path.unlink()
-        return table
+        return Table(num_rows, dim, dtype, memory, os.path.dirname(self.diskname) or ".", device)
 
     CUPYmemmap = view_of("getCupyMM", ARRAY_DOC)
 

@@ -53,8 +53,6 @@ class Models(OneArray):
     _fixed_by = "total_classes and embed_dimension are {} and {}"
 
     model_variable: nn.Module
-    total_classes: int
-    embed_dimension: int
 
     def _check(self) -> None:
         super()._check()
@@ -66,7 +64,6 @@ class Models(OneArray):
                 f"model_variable is a {kind} of speedtransfer, which moves its rows by itself; drop its factories, or pass an "
                 "nn.Embedding"
             )
-        self._set_shape(self.total_classes, self.embed_dimension)
         _switchers[self._variable()] = weakref.ref(self)
 
     def _variable(self) -> Tensor:

@@ -96,7 +96,6 @@ class Optimizers(Storage):
             column = self._columns[_plane(name)]
             table.add_plane(_plane(name), math.prod(column.tail), stored_dtype(column.dtype), spec.initial or 0)
         self._held = rows = Rows(table, self._columns)
-        self._shown = False  # views have been handed out, through which state may have been set by hand
         self._copies = [name for name, spec in self._specs.items() if spec.initial is None]
         return rows
 
@@ -125,10 +124,6 @@ class Optimizers(Storage):
             rows.fill(_plane(name), weights)
         self._copies = []
 
-    def _one_or_all(self, arrays: list[Any], lent: bool = True) -> Any:
-        self._shown = self._shown or lent
-        return super()._one_or_all(arrays)
-
     def _take(self, tensors: list[Tensor]) -> None:
         if self._held is None:
             self._try()
@@ -151,7 +146,8 @@ class Optimizers(Storage):
         rows.settle()
         for plane, source in sources.items():
             rows.fill(plane, source)
-        self._shown, self._copies = True, []
+        # As after a view: the state may be another than the optimizer begins with.
+        rows.lent, self._copies = True, []
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.
@@ -163,7 +159,7 @@ class Optimizers(Storage):
         index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
         state = self.given_optimizer.state.get(self._param)
         if not state:
-            if not self._shown:
+            if not rows.lent:
                 return  # the optimizer makes its own first state, by its rules for a first step
             state = self.given_optimizer.state[self._param]
             state.update(self._first_state())

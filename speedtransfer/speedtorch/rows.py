@@ -14,9 +14,8 @@ from torch import Tensor
 from speedtransfer.cuda import mapped_view, to_cupy, wait_until_filled
 from speedtransfer.errors import InvalidValueError, RowIndexError
 from speedtransfer.speedtorch.arrays import (
-    BITS,
     for_numpy,
-    host_array,
+    numpy_dtype,
     row_numbers,
     stored_as,
     tensor_from,
@@ -49,16 +48,14 @@ class Rows:
         self.columns = dict(columns)
         self.path = path or table.path
         self._planes = {name: table.stored(name) for name in columns}
-        self._lent = False
+        # Whether there are views of all rows, by which others may set them.
+        self.lent = False
+        self._is_mapped = table.memory == "pinned" and table.device.type == "cuda"
         self._array: Any = None
 
-    def lend(self) -> None:
-        """Know from now on that others may be at work on page-locked rows by a view of them."""
-        self._lent = self.table.memory == "pinned" and self.table.device.type == "cuda"
-
     def settle(self) -> None:
-        """Wait until rows that were lent are as everybody left them: engines and CuPy's kernels know nothing of each other."""
-        if self._lent:
+        """Wait until page-locked rows are as those with a view left them: engines and CuPy's kernels wait for no one."""
+        if self.lent and self._is_mapped:
             torch.cuda.current_stream(self.table.device).synchronize()
             if self._array is not None:
                 wait_for(self._array)
@@ -100,19 +97,15 @@ class Rows:
 
     def array(self, name: str) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array."""
-        plane = self.table.plane(name)
-        if plane.is_cuda:
-            array = to_cupy(plane)
-        elif self.table.memory == "pinned" and self.table.device.type == "cuda":
-            array = self._array = to_cupy(mapped_view(plane, self.table.device))
-            self.lend()
-        else:
-            array = host_array(plane)
-        return self._as_array(name, array)
+        self.lent, plane = True, self.table.plane(name)
+        if not self._is_mapped:
+            return self._as_array(name, plane)
+        self._array = self._as_array(name, mapped_view(plane, self.table.device))
+        return self._array
 
     def numpy(self, name: str) -> np.ndarray:
         """Return a copy of all rows on the host."""
-        array: np.ndarray = self._as_array(name, host_array(self.table.plane(name).to("cpu", copy=True)))
+        array: np.ndarray = self._as_array(name, self.table.plane(name).to("cpu", copy=True))
         return array
 
     def fill(self, name: str, values: Tensor) -> None:
@@ -150,16 +143,14 @@ class Rows:
         flat = tensor.reshape(math.prod(shape), width)
         return as_rows(flat, (len(flat), width), tensor.dtype, self.table.device, what)
 
-    def _as_array(self, name: str, array: Any) -> Any:
-        column = self.columns[name]
-        if column.dtype in BITS:
-            array = array.view(str(column.dtype).removeprefix("torch."))
-        return array.reshape(self.table.num_rows, *column.tail)
+    def _as_array(self, name: str, plane: Tensor) -> Any:
+        tail, dtype = self.columns[name]
+        kind = numpy_dtype(dtype)
+        return (to_cupy(plane) if plane.is_cuda else plane.numpy()).view(kind).reshape(self.table.num_rows, *tail)
 
     def _shown(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        column = self.columns[name]
-        bits = values.view(column.dtype) if column.dtype in BITS else values
-        return bits.view((*shape, *column.tail))
+        tail, dtype = self.columns[name]
+        return values.view(dtype).view((*shape, *tail))
 
     def _places(self, name: str, index: Any) -> Tensor:
         """Return where in the flat plane the values are that `index` names, in the shape that NumPy gives them."""

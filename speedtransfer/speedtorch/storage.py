@@ -88,8 +88,8 @@ class Storage(ABC):
     def _whole(self) -> list[Tensor]:
         return [self._rows.whole(name) for name in self._rows.columns]
 
-    def _one_or_all(self, arrays: list[Any], lent: bool = True) -> Any:
-        """Return what a call that shows rows returns; `lent` are views, by which rows may be set."""
+    def _one_or_all(self, arrays: list[Any]) -> Any:
+        """Return what a call that shows rows returns."""
         return tuple(arrays) if self._several else arrays[0]
 
     def _set(self, value: Any) -> None:
@@ -106,12 +106,12 @@ class Storage(ABC):
 
     def getTorchVar(self) -> Any:
         """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a tuple as `getCupyVar`."""
-        self._rows.lend()
+        self._rows.lent = True
         return self._one_or_all(self._whole())
 
     def getNumpyVersion(self) -> Any:
         """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
-        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns], lent=False)
+        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
 
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
@@ -173,11 +173,14 @@ class OneArray(Storage):
     _fixed_by: ClassVar[str]  # says which arguments name the shape; formatted with its two sizes
 
     datatype: Any
+    total_classes: int
 
-    def _set_shape(self, num_rows: int, dim: int) -> None:
-        self._shape = num_rows, dim
+    def _check(self) -> None:
+        super()._check()
+        # A matrix is square.
+        self._shape = self.total_classes, getattr(self, "embed_dimension", self.total_classes)
         self.dtype = self.datatype
-        self._column = Column((dim,), dtype_of(self.datatype))
+        self._column = Column(self._shape[1:], dtype_of(self.datatype))
 
     def _begin(self, fill: Callable[[Rows], Any]) -> None:
         """Have `fill` set the rows, which are made if there are none."""
