@@ -53,8 +53,9 @@ class MergedIds(MergedTable):
                     f"{place!r} has no ids of {self.key!r} but {str(self.chain[0].path)!r} has; pass the checkpoint that it "
                     "follows"
                 )
-            known = KnownIds(read_state({name.removeprefix(start): v for name, v in state.items()}, self.key))
-        if len(known.ids) != self.begins:
+            saved = read_state({name.removeprefix(start): v for name, v in state.items()}, self.key)
+            known = KnownIds(saved, sum(len(rows.ids) for _, _, rows in self._deltas()))
+        if len(known) != self.begins:
             raise StorageError(f"{place!r} has ids of another number of rows of {self.key!r}; use another checkpoint")
         now = self._content(known, bar)
         for delta, facts, rows in self._deltas():
@@ -72,7 +73,7 @@ class MergedIds(MergedTable):
                 known.note_uses(numbers, *(rows.parts.get(OF_VOCABULARY + name) for name in ("last_use", "counts")))
             self.written += [written_at(numbers, rows.parts)]
             self.written += [written_at(np.arange(len(rows.reserved["weight"])), rows.reserved)]
-        self.count = len(known.ids)
+        self.count = len(known)
         with manifest.damage_told(self.chain[-1].path):
             last = self._of_last(start)
             if last:

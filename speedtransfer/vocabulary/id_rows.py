@@ -17,12 +17,17 @@ from speedtransfer.vocabulary.policies import Eviction
 
 # The reserved rows at the start of the table: what unseen ids read, and that of padding, if there is one.
 UNSEEN_ROW, PADDING_ROW = 0, 1
-ID, LAST_USE, COUNT = "vocabulary.id", "vocabulary.last_use", "vocabulary.count"
 # Rows looked at for each one that has to go, and the fewest looked at: the worst of 16 are nearly the worst of all.
 _WINDOW = 16
 _LEAST_WINDOW = 4096
 # Last use of a row without an id.
 FREE = -1
+# By its name in a saved state each plane: its name in the table, its dtype, and what it has of a row without an id.
+_PLANES = {
+    "ids": ("vocabulary.id", torch.int64, 0),
+    "last_use": ("vocabulary.last_use", torch.int64, FREE),
+    "counts": ("vocabulary.count", torch.float32, 0),
+}
 _NO_COUNTS = np.empty(0, dtype=np.float32)
 
 
@@ -37,17 +42,15 @@ class IdRows:
         self.table, self.reserved, self._padding = table, reserved, padding
         # Whether something came into a change, so that index and free rows may not be those of the planes.
         self.torn = False
-        # The planes.
-        self.kinds = {ID: torch.int64, LAST_USE: torch.int64} | ({COUNT: torch.float32} if counted else {})
+        self._names = ["ids", "last_use", *(["counts"] if counted else [])]
         # The host needs them: those of a table in the memory of a GPU are kept here.
         self._beside: dict[str, Tensor] = {}
-        for name, dtype in self.kinds.items():
-            fill = FREE if name == LAST_USE else 0
+        for name in self._names:
+            plane, dtype, fill = _PLANES[name]
             if table.stored("weight").is_cuda:
                 self._beside[name] = torch.full((table.num_rows, 1), fill, dtype=dtype, device="cpu")
             else:
-                table.add_plane(name, 1, dtype, fill)
-        self.counts: np.ndarray | None = None
+                table.add_plane(plane, 1, dtype, fill)
         self.index = IdIndex()
         # A `DeviceMap`, which is told of changes of the index.
         self.watcher: Any = None
@@ -66,17 +69,17 @@ class IdRows:
         num_rows = self.table.num_rows
         for name, plane in self._beside.items():
             if len(plane) < num_rows:
-                fill = FREE if name == LAST_USE else 0
-                self._beside[name] = torch.cat([plane, plane.new_full((num_rows - len(plane), 1), fill)])
-        self.ids, self.last_use = self.plane(ID).numpy()[:, 0], self.plane(LAST_USE).numpy()[:, 0]
-        if COUNT in self.kinds:
-            self.counts = self.plane(COUNT).numpy()[:, 0]
+                more = plane.new_full((num_rows - len(plane), 1), _PLANES[name][2])
+                self._beside[name] = torch.cat([plane, more])
+        found = {name: plane.numpy() for name, plane in self.planes().items()}
+        self.ids, self.last_use, self.counts = found["ids"], found["last_use"], found.get("counts")
         if len(self._stays) < num_rows:
             self._stays = np.zeros(num_rows, dtype=bool)
 
-    def plane(self, name: str) -> Tensor:
-        """Return a plane, ``(num_rows, 1)``, on the host."""
-        return self._beside[name] if name in self._beside else self.table.stored(name)
+    def planes(self) -> dict[str, Tensor]:
+        """Return the planes, ``(num_rows,)`` on the host, by the names that a saved state has for them."""
+        stored = self._beside or {name: self.table.stored(_PLANES[name][0]) for name in self._names}
+        return {name: plane[:, 0] for name, plane in stored.items()}
 
     @property
     def released(self) -> np.ndarray:

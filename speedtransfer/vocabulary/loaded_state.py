@@ -11,9 +11,9 @@ from torch import Tensor
 
 from speedtransfer.dtypes import check_values
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
-from speedtransfer.tables import Placement
+from speedtransfer.tables import Placement, Table
 from speedtransfer.vocabulary.id_index import IdIndex
-from speedtransfer.vocabulary.id_rows import FREE, free_by_use, occupied
+from speedtransfer.vocabulary.id_rows import FREE, IdRows
 from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
 from speedtransfer.vocabulary.policies import DEPTH
 
@@ -195,20 +195,30 @@ def free_rows(saved: SavedState) -> tuple[np.ndarray, int] | None:
 class KnownIds:
     """Which row each id of a saved state has, in a table that loads it and then follows changes (`Vocabulary.update`).
 
-    `ids`, `last_use` and `counts` are as `IdRows` has them.
+    Of these at most `num_new` ids are new.
     """
 
-    def __init__(self, saved: SavedState) -> None:
-        self.ids, self.last_use = saved.ids.copy(), saved.last_use.copy()
-        self.counts = None if saved.counts is None else saved.counts.copy()
+    def __init__(self, saved: SavedState, num_new: int) -> None:
         self.numbers, self.initial, self.features = dict(saved.numbers), saved.initial, saved.features
-        self.reserved = self.numbers["reserved"]
-        rows = self.used()
+        self.reserved, self._num_saved = self.numbers["reserved"], len(saved.ids)
+        table = Table(self._num_saved + num_new, 0, memory="pageable")
+        self._live = live = IdRows(table, self.reserved, saved.counts is not None)
+        live.ids[: self._num_saved], live.last_use[: self._num_saved] = saved.ids, saved.last_use
+        if live.counts is not None:
+            live.counts[: self._num_saved] = saved.counts
+        live.rebuild(free=free_rows(saved))
         if self.numbers["by_time"]:
             # Those of earlier versions had no clock.
-            self.numbers["by_time"] = self.numbers["clock"] = self.last_use[rows] = 0
-        self._index = IdIndex.of(self.ids[rows], rows)
-        self._released, self.numbers["fresh"] = free_rows(saved) or free_by_use(self.last_use, self.reserved)
+            self.numbers["by_time"] = self.numbers["clock"] = live.last_use[self.used()] = 0
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return max(self._num_saved, self._live.fresh)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """By row, the id that it has, or had last."""
+        return self._live.ids[: len(self)]
 
     @property
     def padding(self) -> int | None:
@@ -217,62 +227,41 @@ class KnownIds:
 
     def used(self) -> np.ndarray:
         """Return the rows with an id, (n,) int64, sorted."""
-        return occupied(self.last_use, self.reserved)
+        return self._live.occupied()
 
     def follow(self, ids: np.ndarray, gone: np.ndarray, facts: dict[str, Any]) -> np.ndarray:
         """Let ids `gone` (m,) be unknown and return the rows of `ids` (n,), which were used now; new ones get free rows.
 
         `facts` are the clock, and the seed and initial values of ids without a row, if these are others.
         """
-        now = self.numbers["clock"] = max(self.numbers["clock"], facts["clock"])
-        rows = self._index.find(gone)
-        rows = rows[rows >= 0]
-        self._index.remove(self.ids[rows])
-        self.last_use[rows] = FREE
-        self._released = np.concatenate([self._released, rows])
-        found = self._index.find(ids)
-        new = np.flatnonzero(found < 0)
-        found[new] = self._take(len(new))
-        self.ids[found[new]] = ids[new]
-        if self.counts is not None:
-            self.counts[found[new]] = 0
-        self._index.insert(ids[new], found[new])
-        self.last_use[found] = now
+        live, now = self._live, max(self.numbers["clock"], facts["clock"])
+        rows = live.index.find(gone)
+        live.release(rows[rows >= 0])
+        rows = live.index.find(ids)
+        new = np.flatnonzero(rows < 0)
+        rows[new] = live.take(len(new))
+        live.assign(ids[new], rows[new], now)
+        live.last_use[rows] = self.numbers["clock"] = now
         if facts["seed"] is not None:
             self.numbers["seed"] = facts["seed"]
         if facts["initial"] is not None:
             self.initial = check_initial(facts["initial"])
-        return found
+        return rows
 
     def note_uses(self, rows: np.ndarray, last_use: Tensor | None, counts: Tensor | None) -> None:
         """Note when, and how often, `rows` (n,) were used last, ``(n, 1)``, where that is known."""
         if last_use is not None:
-            self.last_use[rows] = last_use[:, 0].numpy()
-        if counts is not None and self.counts is not None:
-            self.counts[rows] = counts[:, 0].numpy()
+            self._live.last_use[rows] = last_use[:, 0].numpy()
+        if counts is not None and self._live.counts is not None:
+            self._live.counts[rows] = counts[:, 0].numpy()
 
     def go_on_with(self, numbers: Tensor) -> None:
         """Take the numbers of another state, but for those of its rows."""
         found = dict(zip(NUMBERS, numbers.tolist(), strict=True))
         self.numbers |= {name: n for name, n in found.items() if name not in ("hand", "fresh", "reserved", "padding")}
 
-    def _take(self, count: int) -> np.ndarray:
-        """Return free rows, of which there are then as many: in the order of `IdRows.take`."""
-        again = min(count, len(self._released))
-        split = len(self._released) - again
-        fresh = self.numbers["fresh"]
-        rows = np.concatenate([self._released[split:][::-1], np.arange(fresh, fresh + count - again)])
-        self._released, self.numbers["fresh"] = self._released[:split], fresh + count - again
-        more = self.numbers["fresh"] - len(self.ids)
-        if more > 0:
-            self.ids = np.concatenate([self.ids, np.zeros(more, np.int64)])
-            self.last_use = np.concatenate([self.last_use, np.full(more, FREE)])
-            if self.counts is not None:
-                self.counts = np.concatenate([self.counts, np.zeros(more, np.float32)])
-        return rows
-
     def state(self) -> dict[str, Tensor]:
         """Return what has changed of the state, by name."""
-        arrays = {"ids": self.ids, "last_use": self.last_use, "released": self._released.copy(), "counts": self.counts}
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
-        return tensors | packed(self.numbers, self.initial)
+        state = {name: plane[: len(self)] for name, plane in self._live.planes().items()}
+        released = torch.from_numpy(self._live.released.copy())
+        return state | {"released": released} | packed(self.numbers | {"fresh": self._live.fresh}, self.initial)

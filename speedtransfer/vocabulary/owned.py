@@ -212,8 +212,8 @@ class Owned:
         live, owner = self._bound()
         if live.table is not owner.rows.table:
             moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts, self._padding)
-            for name in moved.kinds:
-                moved.plane(name)[: len(live.ids)].copy_(live.plane(name))
+            for name, plane in moved.planes().items():
+                plane[: len(live.ids)].copy_(live.planes()[name])
             moved.rebuild()
             self._live = live = moved
         self._mend(live)

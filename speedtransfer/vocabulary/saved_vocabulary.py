@@ -13,7 +13,7 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
-from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE, occupied
+from speedtransfer.vocabulary.id_rows import FREE, occupied
 from speedtransfer.vocabulary.loaded_state import FORMAT, LoadPlan, SavedState, free_rows, packed, read_state
 from speedtransfer.vocabulary.policies import DEPTH, Admission
 from speedtransfer.vocabulary.room import Room
@@ -22,9 +22,7 @@ from speedtransfer.vocabulary.room import Room
 def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
     live, admission = vocabulary._bound()[0], vocabulary._admission
-    state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
-    if live.counts is not None:
-        state["counts"] = live.plane(COUNT)[:, 0]
+    state = live.planes()
     if admission.counters is not None:
         state["sightings"] = torch.from_numpy(admission.counters)
     state["released"] = torch.from_numpy(live.released.copy())

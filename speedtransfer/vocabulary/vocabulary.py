@@ -178,7 +178,7 @@ class Vocabulary(Room):
     def stats(self) -> VocabularyStats:
         """Return what it has done since it was made, or `reset_stats`."""
         live, most = self._bound()[0], self._most()
-        num_bytes = live.index.nbytes + sum(live.plane(name).nbytes for name in live.kinds)
+        num_bytes = live.index.nbytes + sum(plane.nbytes for plane in live.planes().values())
         self._count_unknown()
         admitted, evicted, lookups, unseen = self._counts.tolist()
         return VocabularyStats(
