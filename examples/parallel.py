@@ -6,7 +6,6 @@ It trains on the CPU in several processes, or on GPUs where there is one for eac
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import statistics
@@ -15,7 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -66,12 +65,12 @@ class Regression(nn.Module):
         self.emb = emb
         torch.manual_seed(seed + 1)
         self.layers = nn.Sequential(nn.Linear(FEATURES + dim, width), nn.Tanh(), nn.Linear(width, 1))
-        self.sizes: dict[str, tuple[list[int], list[int]]] = {}  # replicas of DataParallel have the same one
+        self.sizes: dict[str, str] = {}  # replicas of DataParallel have the same one
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
         """Return predictions ``(batch, 1)``."""
         found: Tensor = self.layers(torch.cat([numbers, self.emb(ids)], 1))
-        self.sizes.setdefault(str(numbers.device), (list(numbers.shape), list(found.shape)))
+        self.sizes.setdefault(str(numbers.device), f"input {tuple(numbers.shape)}, output {tuple(found.shape)}")
         return found
 
 
@@ -87,8 +86,16 @@ def make_table(kind: str, args: argparse.Namespace, device: torch.device) -> nn.
     return st.Embedding(args.rows, args.dim, device=device, **options)
 
 
-def train(kind: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Train on the part of every batch that is this process's; return its losses, times, sizes and rows."""
+class Run(NamedTuple):
+    """The losses of a process, the seconds of a step, and lines that tell sizes on each of its devices."""
+
+    losses: list[float]
+    step_s: float
+    sizes: list[str]
+
+
+def train(kind: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> Run:
+    """Train on the part of every batch that is this process's."""
     device = torch.device("cuda", rank) if torch.cuda.device_count() >= args.processes else torch.device("cpu")
     net = Regression(make_table(kind, args, device), args.dim, args.width, args.seed).to(device)
     model: nn.Module = net
@@ -109,12 +116,9 @@ def train(kind: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1) ->
         opt.step()
         losses.append(loss.item())
         times.append(time.perf_counter() - start)
-    return {
-        "losses": losses,
-        "step_s": statistics.median(times[WARM_STEPS:] or times),
-        "sizes": [[device, *sizes] for device, sizes in net.sizes.items()],
-        "rows": len(net.emb.table.local if kind in (SHARDED, SHARED) else net.emb.weight),
-    }
+    rows = len(net.emb.table.local if kind in (SHARDED, SHARED) else net.emb.weight)
+    sizes = [f"  process {rank} of {ranks}, {where}: {size}, {rows:,} rows" for where, size in net.sizes.items()]
+    return Run(losses, statistics.median(times[WARM_STEPS:] or times), sizes)
 
 
 def work(rank: int, args: argparse.Namespace, folder: str) -> None:
@@ -131,35 +135,8 @@ def work(rank: int, args: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def train_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Train each kind; return the mean losses of all processes, the largest difference from one, times and sizes."""
-    answers = {kind: [train(kind, args)] for kind in (ONE, DATA_PARALLEL)}
-    with tempfile.TemporaryDirectory(prefix="parallel-") as folder:
-        mp.spawn(work, (args, folder), args.processes)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.processes)]
-    answers |= {kind: [one[kind] for one in ranks] for kind in (ORDINARY, SHARDED, SHARED)}
-    runs: dict[str, dict[str, Any]] = {}
-    for kind, parts in answers.items():
-        losses = [statistics.mean(some) for some in zip(*(one["losses"] for one in parts), strict=True)]
-        runs[kind] = {name: [one[name] for one in parts] for name in ("sizes", "rows")}
-        runs[kind] |= {"losses": losses, "step_s": parts[0]["step_s"]}
-        runs[kind]["difference"] = max(abs(a - b) for a, b in zip(losses, runs[ONE]["losses"], strict=True))
-    return runs
-
-
-def sentence(kind: str, run: dict[str, Any]) -> str:
-    """Return the sizes, the time and the difference of a run."""
-    text = f"{kind}: {1e3 * run['step_s']:.2f} ms a step, last loss {run['losses'][-1]:.6f}"
-    lines = [text + (f", largest difference from one process {run['difference']:.2g}" if kind != ONE else "")]
-    for rank, (sizes, rows) in enumerate(zip(run["sizes"], run["rows"], strict=True)):
-        for device, given, found in sizes:
-            where = f"process {rank} of {len(run['sizes'])}, {device}"
-            lines.append(f"  {where}: input {tuple(given)}, output {tuple(found)}, {rows:,} rows")
-    return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Run the command line; return settings and runs, or exit with an error where the losses differ."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exit with an error where the losses differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, (default, about) in SETTINGS.items():
         text = f"{about} (default: %(default)s)"
@@ -177,12 +154,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(
         f"{DATA_PARALLEL}: with one GPU or none it calls the model; with several it has nn.Embedding, as it refuses tables"
     )
-    runs = train_all(args)
-    print(*itertools.starmap(sentence, runs.items()), sep="\n")
-    wrong = [kind for kind, run in runs.items() if run["difference"] > TOLERANCE * runs[ONE]["losses"][0]]
+    runs = {kind: [train(kind, args)] for kind in (ONE, DATA_PARALLEL)}
+    with tempfile.TemporaryDirectory(prefix="parallel-") as folder:
+        mp.spawn(work, (args, folder), args.processes)
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.processes)]
+    runs |= {kind: [Run(*found[kind]) for found in ranks] for kind in (ORDINARY, SHARDED, SHARED)}
+    expected, wrong = runs[ONE][0].losses, []
+    for kind, parts in runs.items():
+        losses = [statistics.mean(some) for some in zip(*(part.losses for part in parts), strict=True)]
+        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        print(f"{kind}: {1e3 * parts[0].step_s:.2f} ms a step, last loss {losses[-1]:.6f}, ", end="")
+        print(f"largest difference from one process {difference:.2g}")
+        print(*(line for part in parts for line in part.sizes), sep="\n")
+        wrong += [kind] if difference > TOLERANCE * expected[0] else []
     if wrong:
         raise SystemExit(f"error: the losses of {', '.join(wrong)} are not those of one process")
-    return {"settings": {name: getattr(args, name) for name in SETTINGS}, "runs": runs}
 
 
 if __name__ == "__main__":

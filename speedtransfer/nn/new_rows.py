@@ -20,7 +20,7 @@ from speedtransfer.ranks import Exchange, Partition, SharedMemory
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table, check_layout
 from speedtransfer.vocabulary import Vocabulary, owners_of
-from speedtransfer.vocabulary.policies import limit_of_each, most_rows, share_of
+from speedtransfer.vocabulary.policies import most_rows, share_of
 
 # What gradients may be sent as.
 COMM_DTYPES = (None, torch.bfloat16, torch.int8)
@@ -167,19 +167,19 @@ class NewRows:
                 return self.shape[0], None
             return Partition(self.shape[0], exchange.ranks).size(exchange.rank), None
         capacity, limit = self._capacity(vocabulary), vocabulary.max_capacity
-        if exchange is not None:
-            capacity, limit = share_of(capacity, exchange.ranks), limit_of_each(limit, exchange.ranks)
-            if weight is not None:
-                counts = np.bincount(owners_of(np.arange(len(weight)), exchange.ranks), minlength=exchange.ranks)
-                capacity = max(capacity, int(counts.max()))
+        ranks = 1 if exchange is None else exchange.ranks
+        capacity = share_of(capacity, ranks)
+        if exchange is not None and weight is not None:
+            counts = np.bincount(owners_of(np.arange(len(weight)), ranks), minlength=ranks)
+            capacity = max(capacity, int(counts.max()))
         reserved = vocabulary.reserved_rows(self.padding_idx)
         num_rows = reserved + capacity
         if limit is None:
             return num_rows, None
-        limit = f"{physical_bytes() or 1 << 40} B" if limit == math.inf else limit
-        return num_rows, most_rows(
-            limit, num_rows, reserved, self.shape[1] * value_bytes(self.options["storage_dtype"] or self.dtype)
-        )
+        # Of processes without a limit each may have all memory.
+        limit = f"{ranks * (physical_bytes() or 1 << 40)} B" if limit == math.inf else limit
+        row_bytes = self.shape[1] * value_bytes(self.options["storage_dtype"] or self.dtype)
+        return num_rows, most_rows(limit, ranks, num_rows, reserved, row_bytes)
 
     def _capacity(self, vocabulary: Vocabulary) -> int:
         """Return the number of ids to have rows for at first; raise if there are more than that, or than there may be."""

@@ -113,20 +113,6 @@ class Exchange:
         store = dist.distributed_c10d.PrefixStore(f"speedtransfer/{number}", dist.distributed_c10d._get_default_store())
         return dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
 
-    def begin_beside(self, kind: str, got: Tensor, sent: Tensor) -> Any:
-        """Begin to send a row of `sent` to each rank and to fill `got`, both (ranks, n); return what `wait_beside` takes."""
-        # Raises if it was destroyed.
-        group = self.group
-        with self._told_of_failure(f"sends {kind} ahead"):
-            work = self.beside.alltoall_base(got, sent, [], [])
-        self._count(kind, (group.size() - 1) * sent[0].nbytes)
-        return work
-
-    def wait_beside(self, work: Any, what: str) -> None:
-        """Wait for what was begun."""
-        with self._told_of_failure(what):
-            work.wait()
-
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group."""
@@ -145,15 +131,17 @@ class Exchange:
 
     def _all_to_all(self, got: Tensor, sent: Tensor, what: str, receives: Any = (), sends: Any = ()) -> None:
         """Send parts of `sent` to each rank, as many as `sends`, by default as many each, and fill `got` with theirs."""
-        # Raises if it was destroyed.
-        group = self.group
-        with self._told_of_failure(what):
-            if self._apart is None:
-                dist.all_to_all_single(got, sent, receives or None, sends or None, group=group)
-            else:
-                self._apart.alltoall_base(got, sent, list(receives), list(sends)).wait()
+        messages = self._messages()
+        with self.told_of_failure(what):
+            messages.alltoall_base(got, sent, list(receives), list(sends)).wait()
 
-    def _count(self, kind: str, num_bytes: int) -> None:
+    def _messages(self) -> Any:
+        """Return the group that messages go by; raise if that of the tables was destroyed."""
+        group = self.group
+        return self._apart if self.is_apart else group
+
+    def count(self, kind: str, num_bytes: int) -> None:
+        """Note a call that has sent so many bytes of a kind of :class:`Traffic`."""
         self.traffic.calls += 1
         setattr(self.traffic, kind, getattr(self.traffic, kind) + num_bytes)
 
@@ -224,11 +212,11 @@ class Exchange:
         sent = values.to(self._device())
         got = torch.empty_like(sent)
         self._all_to_all(got, sent, what)
-        self._count("control", (self.ranks - 1) * values.shape[1] * 8)
+        self.count("control", (self.ranks - 1) * values.shape[1] * 8)
         return got.cpu()
 
     @contextlib.contextmanager
-    def _told_of_failure(self, what: str) -> Iterator[None]:
+    def told_of_failure(self, what: str) -> Iterator[None]:
         """Say who failed to reach the others, and where: the messages of backends name neither."""
         try:
             yield
@@ -302,7 +290,7 @@ class Exchange:
         sent = joined.to(self._device())
         got = sent.new_empty(sum(sizes[1]))
         self._all_to_all(got, sent, f"sends {kind}", sizes[1], sizes[0])
-        self._count(kind, sum(sizes[0]) - sizes[0][self.rank])
+        self.count(kind, sum(sizes[0]) - sizes[0][self.rank])
         got = got.to(device)
         of_segments = [got]
         if len(segments) > 1:
@@ -320,12 +308,9 @@ class Exchange:
         padded[: len(values)] = values
         sent = padded.contiguous().view(torch.uint8).to(self._device())
         parts = [torch.empty_like(sent) for _ in range(self.ranks)]
-        with self._told_of_failure(f"sends {kind}"):
-            if self._apart is None:
-                dist.all_gather(parts, sent, group=self.group)
-            else:
-                self._apart.allgather([parts], [sent]).wait()
-        self._count(kind, (self.ranks - 1) * sent.numel())
+        with self.told_of_failure(f"sends {kind}"):
+            self._messages().allgather([parts], [sent]).wait()
+        self.count(kind, (self.ranks - 1) * sent.numel())
         kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
         return torch.cat(kept).to(values.device).view(values.dtype)
 

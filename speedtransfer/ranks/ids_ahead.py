@@ -43,7 +43,11 @@ class IdsAhead:
                 for rank, end in enumerate((begin + sends.sum(1)).tolist()):
                     torch.cat([piece[rank] for piece in pieces], out=sent[rank, begin:end])
         self._sends, self._got = sends, torch.empty_like(sent)
-        self._work = exchange.begin_beside("ids", self._got, sent)
+        # Raises if it was destroyed.
+        others = exchange.group.size() - 1
+        with exchange.told_of_failure("sends ids ahead"):
+            self._work = exchange.beside.alltoall_base(self._got, sent, [], [])
+        exchange.count("ids", others * sent[0].nbytes)
 
     @property
     def has_come(self) -> bool:
@@ -62,7 +66,8 @@ class IdsAhead:
         ProcessGroupError: a process has refused its ids, cannot be reached, or has sent those of other tables.
         """
         exchange, got = self._exchange, self._got
-        exchange.wait_beside(self._work, "sends ids ahead")
+        with exchange.told_of_failure("sends ids ahead"):
+            self._work.wait()
         check_counts(got[:, 1:2])
         exchange.check_same(got[:, 0], "looks up rows", self._about)
         most = int(got[:, 1].max())

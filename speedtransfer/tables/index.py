@@ -12,7 +12,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.engines import out_of_range
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
-_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _INT64_MAX = 2**63 - 1
 _MARK_ROWS = 64  # up to so many rows of the table for each one named, marking those is faster than sorting them
 
@@ -45,9 +45,9 @@ def as_index(
     RowIndexError
         A value on the host is negative or not below `num_rows`.
     """
-    given = index if isinstance(index, Tensor) else _array_of(index)
+    given = index if isinstance(index, Tensor) else ints_of(index)
     tensor = given if isinstance(given, Tensor) else _tensor_of(given)
-    if tensor.dtype not in _INTEGER:
+    if tensor.dtype not in INTEGERS:
         kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
         remedy = "mask.nonzero().flatten()" if tensor.dtype == torch.bool else "index.long()"
         raise InvalidTypeError(f"index is {kind} but rows are named by integers; pass {remedy}")
@@ -87,24 +87,25 @@ def refuse_layout(tensor: Tensor, name: str) -> NoReturn:
     )
 
 
-def _array_of(index: Any) -> np.ndarray:
-    """Return the ints of a sequence as they are: Python's own, as objects, where they exceed 64 bits."""
+def ints_of(given: Any, name: str = "index", rule: str = "rows are named by integers; pass integers") -> np.ndarray:
+    """Return the ints of a sequence as they are: Python's own, as objects, where they exceed 64 bits.
+
+    Errors call it `name`, and end with the `rule`.
+    """
     try:
-        array = np.asarray(index)
-        if array.size == 0 and not isinstance(index, np.ndarray):
-            return array.astype(np.int64)  # NumPy makes float64 of an empty list
-        if array.dtype.kind in "fO" and not isinstance(index, np.ndarray):
-            # NumPy also makes float64 of [-1, 2**63].
-            objects = np.asarray(index, dtype=object)
+        array = np.asarray(given)
+        # NumPy makes float64 of [-1, 2**63], and of [].
+        if array.dtype.kind == "O" or (array.dtype.kind == "f" and not (isinstance(given, np.ndarray) and array.size)):
+            objects = np.asarray(given, dtype=object)
             if all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in objects.flat):
                 return objects
     except ValueError:
         raise InvalidValueError(
-            "index is a ragged sequence but needs one shape; pad it or pass one flat list"
+            f"{name} is a ragged sequence but needs one shape; pad it or pass one flat list"
         ) from None
     if array.dtype.kind not in "iu":
         what = "boolean" if array.dtype.kind == "b" else str(array.dtype)
-        raise InvalidTypeError(f"index holds {what} values but rows are named by integers; pass integers")
+        raise InvalidTypeError(f"{name} holds {what} values but {rule}")
     return array
 
 

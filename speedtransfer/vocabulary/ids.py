@@ -11,8 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import to_host
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import refuse_layout
-
-_INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+from speedtransfer.tables.index import INTEGERS, ints_of
 
 
 def as_ids(ids: Any) -> Tensor:
@@ -22,7 +21,7 @@ def as_ids(ids: Any) -> Tensor:
     not count as one). InvalidValueError: one has more than 64 bits, or they are ragged.
     """
     tensor = ids.detach() if isinstance(ids, Tensor) else torch.from_numpy(_array_of(ids))
-    if tensor.dtype not in _INTEGER:
+    if tensor.dtype not in INTEGERS:
         raise InvalidTypeError(
             f"ids has dtype {tensor.dtype} but ids are integers of 64 bits; pass ids.long(), or st.hash_ids(strings)"
         )
@@ -34,23 +33,10 @@ def as_ids(ids: Any) -> Tensor:
 
 def _array_of(ids: Any) -> np.ndarray:
     """Return a sequence of ints as an int64 array, with the bits of those from 2**63 on."""
-    try:
-        array = np.asarray(ids)
-    except ValueError:
-        raise InvalidValueError("ids is a ragged sequence but needs one shape; pad it or pass one flat list") from None
-    if array.dtype.kind not in "iu":
-        # NumPy makes float64 of [-1, 2**63], and of [].
-        return _of_python_ints(np.asarray(ids, dtype=object))
-    return array.astype(np.int64, order="C")
-
-
-def _of_python_ints(array: np.ndarray) -> np.ndarray:
+    array = ints_of(ids, "ids", "ids are integers of 64 bits; pass integers, or st.hash_ids(strings)")
+    if array.dtype.kind != "O":
+        return array.astype(np.int64, order="C")
     for value in array.flat:
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            raise InvalidTypeError(
-                f"ids holds {value!r} ({type(value).__name__}) but ids are integers of 64 bits; pass integers, or "
-                "st.hash_ids(strings)"
-            )
         if not -(2**63) <= value < 2**64:
             raise InvalidValueError(f"ids holds {value} but ids have 64 bits; pass values from -2**63 to 2**64 - 1")
     bits = [int(value) & (2**64 - 1) for value in array.flat]

@@ -186,18 +186,15 @@ def share_of(capacity: int, ranks: int) -> int:
     return min(capacity, even + math.ceil(4 * math.sqrt(even)))
 
 
-def limit_of_each(limit: MaxCapacity, ranks: int) -> MaxCapacity:
-    """Return the limit of each of `ranks` processes, where `limit` is that of all."""
-    if isinstance(limit, int):
-        return share_of(limit, ranks)
-    return f"{bytes_of(limit) // ranks} B" if isinstance(limit, str) else limit
+def most_rows(limit: MaxCapacity, ranks: int, num_rows: int, reserved: int, row_bytes: int) -> int | None:
+    """Return the number of rows that a table of `num_rows`, `reserved` ones among them, may have; None: no limit.
 
-
-def most_rows(limit: MaxCapacity, num_rows: int, reserved: int, row_bytes: int) -> int | None:
-    """Return the number of rows that a table of `num_rows`, `reserved` ones among them, may have; None: no limit."""
+    It is that of one of `ranks` processes, and `limit` that of all.
+    """
     if limit is None:
         return num_rows
     if limit == math.inf:
         return None
-    rows = bytes_of(limit) // max(row_bytes, 1) if isinstance(limit, str) else int(limit) + reserved
+    num_bytes = bytes_of(limit) if isinstance(limit, str) else None
+    rows = share_of(int(limit), ranks) + reserved if num_bytes is None else num_bytes // ranks // max(row_bytes, 1)
     return max(rows, num_rows)

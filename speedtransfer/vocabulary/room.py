@@ -19,7 +19,7 @@ from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
 from speedtransfer.vocabulary.initial import check_range, initial_values
 from speedtransfer.vocabulary.owned import Owned
-from speedtransfer.vocabulary.policies import limit_of_each, most_rows
+from speedtransfer.vocabulary.policies import most_rows
 
 # A table that is full grows by this factor, as far as it may.
 _GROWTH = 1.5
@@ -217,9 +217,9 @@ class Room(Owned):
     def _most(self) -> int | None:
         """Return the number of ids that there may be rows for; None: as the memory allows."""
         live, owner = self._bound()
-        limit, table = limit_of_each(self.max_capacity, owner.owners.processes), live.table
+        ranks, num_rows = owner.owners.processes, live.table.num_rows
         # With all its planes, as they are now.
-        most = most_rows(limit, table.num_rows, live.reserved, table.nbytes // max(table.num_rows, 1))
+        most = most_rows(self.max_capacity, ranks, num_rows, live.reserved, live.table.nbytes // max(num_rows, 1))
         return None if most is None else most - live.reserved
 
     def _grow(self, lack: int) -> None:
