@@ -29,17 +29,12 @@ class OneBitState:
     def __init__(self, process_group: dist.ProcessGroup | None = None, start_step: int = 1000) -> None:
         self.process_group, self.start_step = process_group, start_step
         self.step = 0
-        # By the number of the parameter. Buckets change after the first step, and their numbers then mean other parameters.
+        # Flat, by the id() of the parameter: buckets have others after the first step.
         self.errors: dict[int, Tensor] = {}
-        self._numbers: dict[int, int] = {}
 
-    def numbers(self, params: list[Tensor]) -> list[int]:
-        """Return the numbers of `params`: their places in the buckets of the first step, the same in every process."""
-        return [self._numbers.setdefault(id(param), len(self._numbers)) for param in params]
-
-    def error(self, number: int, size: int) -> Tensor:
-        """Return the flat error of a parameter of `size` values."""
-        return self.errors[number] if number in self.errors else torch.zeros(size)
+    def error(self, param: Tensor) -> Tensor:
+        """Return the flat error of a parameter."""
+        return self.errors.get(id(param), torch.zeros(1)).expand(param.numel())
 
 
 def one_bit_hook(
@@ -56,8 +51,6 @@ def one_bit_hook(
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout != torch.strided:
         raise TypeError("one_bit_hook sends signs of dense gradients; make the module with sparse=False")
-    # In the first step too, which numbers them.
-    numbers = state.numbers(params)
     whole = state.step < state.start_step
     state.step += bucket.is_last()
     if whole:
@@ -67,7 +60,7 @@ def one_bit_hook(
     sizes = [param.numel() for param in params]
     # Beside gradients errors are small, and float16 would round them away.
     dtype = torch.promote_types(buffer.dtype, torch.float32)
-    error = torch.cat([state.error(n, size).to(buffer.device, dtype) for n, size in zip(numbers, sizes, strict=True)])
+    error = torch.cat([state.error(param).to(buffer.device, dtype) for param in params])
     wanted = buffer + error
     scales = torch.cat(
         [part.view(shape).abs().mean(1) for part, shape in zip(wanted.split(sizes), shapes, strict=True)]
@@ -75,7 +68,7 @@ def one_bit_hook(
     spread = _spread(scales, shapes)
     # An overflow is not kept: the step is skipped, and the error would be infinite for ever.
     error = torch.where(spread < torch.inf, wanted - spread.copysign(wanted), error)
-    state.errors.update(zip(numbers, error.split(sizes), strict=True))
+    state.errors.update(zip(map(id, params), error.split(sizes), strict=True))
     head = scales.view(torch.uint8)
     message = torch.cat([head, _pack(wanted.signbit())])
     received = message.new_empty(dist.get_world_size(state.process_group), len(message))

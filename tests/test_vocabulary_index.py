@@ -103,7 +103,8 @@ test_against_a_dict = AgainstDict.TestCase
 
 
 def test_more_than_the_machine_has_is_refused():
-    index = IdIndex.of(array([5]), array([6]))
+    index = IdIndex()
+    index.insert(array([5]), array([6]))
     with pytest.raises(HostMemoryError, match="max_capacity"):
         index.reserve(2**56)
     assert index.find(array([5])).tolist() == [6]

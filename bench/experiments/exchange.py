@@ -189,8 +189,8 @@ def _alone() -> Any:
 class Forgetful(OneBitState):
     """One-bit compression without error feedback."""
 
-    def error(self, number: int, size: int) -> Tensor:
-        return torch.zeros(size)
+    def error(self, param: Tensor) -> Tensor:
+        return torch.zeros(param.numel())
 
 
 def send_by(method: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Any:

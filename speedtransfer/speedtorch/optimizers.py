@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.probe import Trial, without_gradients
+from speedtransfer.optim.probe import Trial, sparse_gradient, without_gradients
 from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, to_copy
 from speedtransfer.speedtorch.models import all_weights, find_parameter
 from speedtransfer.speedtorch.rows import Column, Rows
@@ -51,26 +51,23 @@ class Optimizers(Storage):
     def _try(self) -> None:
         """Find what the optimizer keeps for a row, with the variable and the hyperparameters as they are now."""
         self._like = self._param.detach().new_empty(0, self.embed_dimension)
-        trained_by, hyper = self._stand_in()
+        optimizer, sparse = self.given_optimizer, isinstance(self.given_optimizer, torch.optim.SparseAdam)
         with torch.device("cpu"):  # whatever the default device: where it matters a trial names it
-            self._specs: dict[str, PlaneSpec] = probe_optimizer(trained_by, hyper, self._like)
+            self._specs = probe_optimizer(optimizer, self._group(), self._like, sparse)
         self.optVarList = list(self._specs)
         self._columns = {
             _plane(name): Column(spec.tail, self._wanted if self._is_like_weights(spec) else spec.dtype)
             for name, spec in self._specs.items()
         }
 
-    def _stand_in(self) -> tuple[Optimizer, dict[str, Any]]:
-        """Return the optimizer to try and the group of the variable, which load_state_dict replaces.
-
-        A trial has dense gradients, and what SparseAdam keeps is what Adam keeps.
-        """
-        optimizer = self.given_optimizer
-        group = _group_of(optimizer, self._param, self.variable_name)
-        if not isinstance(optimizer, torch.optim.SparseAdam):
-            return optimizer, group
-        adam = torch.optim.Adam([nn.Parameter(self._like)], **{key: group[key] for key in ("lr", "betas", "eps")})
-        return adam, adam.param_groups[0]
+    def _group(self) -> dict[str, Any]:
+        """Return the group of the variable, which load_state_dict replaces."""
+        for group in self.given_optimizer.param_groups:
+            if any(other is self._param for other in group["params"]):
+                return group
+        raise InvalidValueError(
+            f"given_optimizer does not train {self.variable_name!r}, the variable_name; make the optimizer with it"
+        )
 
     def _is_like_weights(self, spec: PlaneSpec) -> bool:
         return spec.tail == (self.embed_dimension,) and spec.dtype == self._like.dtype
@@ -186,21 +183,13 @@ class Optimizers(Storage):
 
     def _first_state(self) -> dict[str, Any]:
         """Return the state that the optimizer begins with, of some rows."""
-        optimizer, hyper = self._stand_in()
-        with torch.inference_mode(False), without_gradients(optimizer):
+        with torch.inference_mode(False), without_gradients(self.given_optimizer):
             weights = self._like.new_zeros(1, self.embed_dimension)
-            trial = Trial(optimizer, hyper, weights)
-            trial.step(torch.zeros_like(weights))
+            trial = Trial(self.given_optimizer, self._group(), weights)
+            trial.step(sparse_gradient(weights) if self._specs.gradient == "sparse" else weights)
             late = {name for name, spec in self._specs.items() if spec.late}
             return {key: cloned(value) for key, value in trial.first.items() if key not in late}
 
 
 def _plane(state: str) -> str:
     return f"state.{state}"
-
-
-def _group_of(optimizer: Optimizer, param: nn.Parameter, name: str) -> dict[str, Any]:
-    for group in optimizer.param_groups:
-        if any(other is param for other in group["params"]):
-            return group
-    raise InvalidValueError(f"given_optimizer does not train {name!r}, the variable_name; make the optimizer with it")

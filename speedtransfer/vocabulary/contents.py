@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.dtypes import check_values
 from speedtransfer.errors import HostMemoryError, InvalidValueError
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changed_ids import check_alone, check_changes
 from speedtransfer.vocabulary.changes import Changes
@@ -105,12 +106,8 @@ def _update(vocabulary: Room, wanted: np.ndarray, values: Tensor, changes: Chang
             )
         at = live.index.find(wanted)
         vocabulary._make_room(int(np.count_nonzero(at < 0)) - len(gone), np.concatenate([at, gone]))
-        try:
-            _write(vocabulary, wanted, values, gone, changes)
-        except BaseException:
-            # An interrupt: all is written again, so that none has what it had before.
-            _write(vocabulary, wanted, values, gone, changes)
-            raise
+        # After an interrupt all is written again, so that none has what it had before.
+        to_its_end(lambda: _write(vocabulary, wanted, values, gone, changes))
 
 
 def _write(vocabulary: Room, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
@@ -204,15 +201,14 @@ def _check_to_forget(vocabulary: Room, ids: np.ndarray) -> np.ndarray:
 
 def _erase(vocabulary: Room, rows: np.ndarray) -> None:
     """Take `rows` (n,) from their ids, and set their weights and state to zero."""
+    live, owner = vocabulary._bound()
+
+    def clear() -> None:
+        gone = torch.from_numpy(rows[live.last_use[rows] == FREE])
+        zeros = torch.zeros(len(gone), live.table.dim, dtype=owner.rows.dtype, device="cpu")
+        owner.rows.reset(gone.to(live.table.device), zeros)
+
     try:
         vocabulary._take_from_ids(rows, archive=False)
-        _clear(vocabulary, rows)
-    except BaseException:
-        _clear(vocabulary, rows[vocabulary._bound()[0].last_use[rows] == FREE])
-        raise
-
-
-def _clear(vocabulary: Room, rows: np.ndarray) -> None:
-    live, owner = vocabulary._bound()
-    at = torch.from_numpy(rows).to(live.table.device)
-    owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))
+    finally:
+        to_its_end(clear)

@@ -37,13 +37,6 @@ class IdIndex:
         self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
         self.reserve(room)
 
-    @classmethod
-    def of(cls, ids: np.ndarray, rows: np.ndarray) -> IdIndex:
-        """Return an index of these ids and rows; see :meth:`insert`."""
-        index = cls(len(ids))
-        index.insert(ids, rows)
-        return index
-
     def __len__(self) -> int:
         return self._count
 

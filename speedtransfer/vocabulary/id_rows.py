@@ -162,7 +162,8 @@ class IdRows:
 
     def index_of(self, ids: np.ndarray, rows: np.ndarray) -> IdIndex:
         """Return an index of `ids` (n,) in `rows` (n,), and of padding."""
-        index = IdIndex.of(ids, rows)
+        index = IdIndex(len(ids))
+        index.insert(ids, rows)
         if self._padding is not None:
             index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
         return index
@@ -173,7 +174,11 @@ class IdRows:
             self.watcher.note_all()
         rows = self.occupied()
         self.index = self.index_of(self.ids[rows], rows) if index is None else index
-        released, self.fresh = free or free_by_use(self.last_use, self.reserved)
+        if free is None:
+            # Those before the last one with an id, the last of which is used first.
+            fresh = int(rows.max(initial=self.reserved - 1)) + 1
+            free = np.flatnonzero(self.last_use[self.reserved : fresh] == FREE)[::-1] + self.reserved, fresh
+        released, self.fresh = free
         self._num_released = 0
         self._push(released)
         self.torn = False
@@ -213,12 +218,6 @@ class IdRows:
 def occupied(last_use: np.ndarray, reserved: int) -> np.ndarray:
     """Return the rows with an id, (n,) int64, sorted, by the `last_use` of all."""
     return np.flatnonzero(last_use[reserved:] != FREE) + reserved
-
-
-def free_by_use(last_use: np.ndarray, reserved: int) -> tuple[np.ndarray, int]:
-    """Return the free rows before the last one with an id, the last of which is used first, and the row after it."""
-    fresh = int(occupied(last_use, reserved).max(initial=reserved - 1)) + 1
-    return np.flatnonzero(last_use[reserved:fresh] == FREE)[::-1] + reserved, fresh
 
 
 def _lowest(scores: np.ndarray, count: int) -> np.ndarray:
