@@ -157,8 +157,8 @@ def draw_curves(path: Path, found: dict[str, list[tuple[float, float]]]) -> None
     figure.savefig(path)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=16_384, help="rows of the memory, rounded up to a square number")
     parser.add_argument("--rows", type=int, default=1_000, help="how many of them sparse fine-tuning trains")
@@ -191,8 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{time.perf_counter() - begin:.0f} s")
     if given.plot is not None and found:
         draw_curves(given.plot, found)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -100,11 +100,6 @@ def read_tokens(path: Path | None, vocabulary: int) -> tuple[Tensor, Tensor, int
     return tokens[:split], tokens[split:], len(numbers) + 1
 
 
-def windows_of(tokens: Tensor, length: int) -> Tensor:
-    """Return ``(n, length + 1)`` stretches of the text; the last token of each is the first of the next."""
-    return tokens.unfold(0, length + 1, length)
-
-
 def batches(windows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
     """Yield batches ``(size, length + 1)`` without end, all windows once in an epoch, in an order by the seed."""
     draw = torch.Generator().manual_seed(seed)
@@ -205,8 +200,10 @@ def train(way: Way, args: argparse.Namespace, text: tuple[Tensor, Tensor, int]) 
     model, steps = make_model(way, args, vocabulary), args.steps
     optimizers = make_optimizers(way, model)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: rate(step, steps)) for one in optimizers]
-    held_out = windows_of(validation, args.context)[: VALIDATION_BATCHES * args.batch]
-    endless = batches(windows_of(training, args.context), args.batch, args.seed)
+    # Stretches of the text, ``(n, context + 1)``; the last token of each is the first of the next.
+    windows, held_out = (part.unfold(0, args.context + 1, args.context) for part in (training, validation))
+    held_out = held_out[: VALIDATION_BATCHES * args.batch]
+    endless = batches(windows, args.batch, args.seed)
     stream: Iterable[Tensor] = itertools.islice(endless, steps)
     if way.prefetch:
         # Rows of the next batches move while one is computed. What a step changes of them is read again: the numbers stay.
@@ -224,7 +221,7 @@ def train(way: Way, args: argparse.Namespace, text: tuple[Tensor, Tensor, int]) 
         seconds.append(time.perf_counter() - start)
         if step % max(1, steps // VALIDATIONS) == 0 or step == steps:
             with torch.no_grad():
-                sums = [float(model.loss(windows)) * len(windows) for windows in held_out.split(args.batch)]
+                sums = [float(model.loss(part)) * len(part) for part in held_out.split(args.batch)]
             validations.append([step, sum(sums) / len(held_out)])
             print(f"{way.title}: step {step:,}, loss {losses[-1]:.4f}, validation {validations[-1][1]:.4f}")
         start = time.perf_counter()

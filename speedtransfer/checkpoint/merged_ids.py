@@ -105,5 +105,5 @@ class MergedIds(MergedTable):
         return Content(hashes[order], known.ids[order], reserved)
 
     def _reserved(self, known: KnownIds) -> dict[str, Tensor]:
-        rows = self.base_rows(np.arange(known.reserved))
+        rows = self.base_rows(np.arange(known.numbers["reserved"]))
         return {plane: part for plane, part in rows.items() if not plane.startswith(OF_VOCABULARY)}

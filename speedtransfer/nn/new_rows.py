@@ -20,6 +20,7 @@ from speedtransfer.ranks import Exchange, Partition, SharedMemory
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table, check_layout
 from speedtransfer.vocabulary import Vocabulary, owners_of
+from speedtransfer.vocabulary.id_rows import reserved_rows
 from speedtransfer.vocabulary.policies import most_rows, share_of
 
 # What gradients may be sent as.
@@ -172,7 +173,7 @@ class NewRows:
         if exchange is not None and weight is not None:
             counts = np.bincount(owners_of(np.arange(len(weight)), ranks), minlength=ranks)
             capacity = max(capacity, int(counts.max()))
-        reserved = vocabulary.reserved_rows(self.padding_idx)
+        reserved = reserved_rows(self.padding_idx)
         num_rows = reserved + capacity
         if limit is None:
             return num_rows, None

@@ -22,7 +22,7 @@ from speedtransfer.speedtorch.arrays import (
     unreadable,
     wait_for,
 )
-from speedtransfer.tables import Table, as_index, as_rows, copy_plane, overlap, unique_rows
+from speedtransfer.tables import Table, as_index, copy_plane, overlap, unique_rows
 
 
 class Column(NamedTuple):
@@ -139,9 +139,7 @@ class Rows:
                 f"{what} have shape {tuple(tensor.shape)} but the indexes ask for {(*shape, *column.tail)}; pass the same "
                 "indexes to beforeForwardPass and afterOptimizerStep"
             )
-        width = math.prod(column.tail)
-        flat = tensor.reshape(math.prod(shape), width)
-        return as_rows(flat, (len(flat), width), tensor.dtype, self.table.device, what)
+        return tensor.reshape(math.prod(shape), math.prod(column.tail)).contiguous()
 
     def _as_array(self, name: str, plane: Tensor) -> Any:
         tail, dtype = self.columns[name]

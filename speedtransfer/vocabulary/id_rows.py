@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,15 +32,20 @@ _PLANES = {
 _NO_COUNTS = np.empty(0, dtype=np.float32)
 
 
+def reserved_rows(padding_idx: int | None) -> int:
+    """Return the number of rows at the start of a table that are of no id."""
+    return PADDING_ROW if padding_idx is None else PADDING_ROW + 1
+
+
 class IdRows:
-    """The rows of ids in a table, of which the first `reserved` are of no id.
+    """The rows of ids in a table, of which the first `reserved` are of no id, but for padding.
 
     By row, as views of the planes, ``(num_rows,)``: `ids` and `last_use`, int64, which is `FREE` where there is no id; and if
-    uses are `counted` their number as it was at the last one, `counts`, float32. `padding` is the id and the row of padding.
+    uses are `counted` their number as it was at the last one, `counts`, float32.
     """
 
-    def __init__(self, table: Table, reserved: int, counted: bool, padding: tuple[int, int] | None = None) -> None:
-        self.table, self.reserved, self._padding = table, reserved, padding
+    def __init__(self, table: Table, padding_idx: int | None, counted: bool) -> None:
+        self.table, self.padding_idx, self.reserved = table, padding_idx, reserved_rows(padding_idx)
         # Whether something came into a change, so that index and free rows may not be those of the planes.
         self.torn = False
         self._names = ["ids", "last_use", *(["counts"] if counted else [])]
@@ -54,10 +60,10 @@ class IdRows:
         self.index = IdIndex()
         # A `DeviceMap`, which is told of changes of the index.
         self.watcher: Any = None
-        # Rows that had ids before, the last of the first `_num_released` of which is used first.
-        self._released, self._num_released = np.empty(0, dtype=np.int64), 0
+        # Rows that had ids before, the last of which is used first.
+        self._released = array("q")
         # The first row that never had an id.
-        self.fresh = reserved
+        self.fresh = self.reserved
         # By row, whether it must stay while rows that may go are looked for, and where that is so since the last search.
         self._stays, self._staying = np.empty(0, dtype=bool), list[np.ndarray]()
         # Where the search for rows that may go begins, counted from the first row of ids.
@@ -83,13 +89,13 @@ class IdRows:
 
     @property
     def released(self) -> np.ndarray:
-        """Free rows that had ids before, ``(n,)``, the last of which is used first."""
-        return self._released[: self._num_released]
+        """Free rows that had ids before, ``(n,)``, the last of which is used first: a copy."""
+        return np.array(self._released, dtype=np.int64)
 
     @property
     def num_free(self) -> int:
         """How many rows have no id."""
-        return self._num_released + len(self.ids) - self.fresh
+        return len(self._released) + len(self.ids) - self.fresh
 
     @property
     def num_ids(self) -> int:
@@ -115,12 +121,11 @@ class IdRows:
 
     def take(self, count: int) -> np.ndarray:
         """Return `count` free rows, which are no longer free."""
-        again = min(count, self._num_released)
-        rows = np.empty(count, dtype=np.int64)
-        rows[:again] = self._released[self._num_released - again : self._num_released][::-1]
-        self._num_released -= again
-        rows[again:] = np.arange(self.fresh, self.fresh + count - again)
-        self.fresh += count - again
+        left = max(len(self._released) - count, 0)
+        again = np.array(self._released[left:], dtype=np.int64)[::-1]
+        del self._released[left:]
+        rows = np.concatenate([again, np.arange(self.fresh, self.fresh + count - len(again))])
+        self.fresh += count - len(again)
         return rows
 
     def assign(self, ids: np.ndarray, rows: np.ndarray, now: int) -> None:
@@ -147,25 +152,14 @@ class IdRows:
         if self.watcher is not None:
             self.watcher.note(self.ids[rows], np.full(len(rows), -1))
         self.last_use[rows] = FREE
-        self._push(rows)
-
-    def _push(self, rows: np.ndarray) -> None:
-        """Let `rows` (n,) be free, the last one to be used first."""
-        count = self._num_released + len(rows)
-        if count > len(self._released):
-            # Twice as long, so that a row is seldom copied: a step may release few rows of millions that are free.
-            longer = np.empty(2 * count, dtype=np.int64)
-            longer[: self._num_released] = self._released[: self._num_released]
-            self._released = longer
-        self._released[self._num_released : count] = rows
-        self._num_released = count
+        self._released.frombytes(np.asarray(rows, dtype=np.int64).tobytes())
 
     def index_of(self, ids: np.ndarray, rows: np.ndarray) -> IdIndex:
         """Return an index of `ids` (n,) in `rows` (n,), and of padding."""
         index = IdIndex(len(ids))
         index.insert(ids, rows)
-        if self._padding is not None:
-            index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
+        if self.padding_idx is not None:
+            index.insert(np.array([self.padding_idx]), np.array([PADDING_ROW]))
         return index
 
     def rebuild(self, index: IdIndex | None = None, free: tuple[np.ndarray, int] | None = None) -> None:
@@ -179,8 +173,7 @@ class IdRows:
             fresh = int(rows.max(initial=self.reserved - 1)) + 1
             free = np.flatnonzero(self.last_use[self.reserved : fresh] == FREE)[::-1] + self.reserved, fresh
         released, self.fresh = free
-        self._num_released = 0
-        self._push(released)
+        self._released = array("q", released.astype(np.int64).tobytes())
         self.torn = False
 
     def victims(

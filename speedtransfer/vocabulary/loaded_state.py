@@ -13,7 +13,7 @@ from speedtransfer.dtypes import check_values
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import Placement, Table
 from speedtransfer.vocabulary.id_index import IdIndex
-from speedtransfer.vocabulary.id_rows import FREE, IdRows
+from speedtransfer.vocabulary.id_rows import FREE, PADDING_ROW, IdRows
 from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
 from speedtransfer.vocabulary.policies import DEPTH
 
@@ -161,7 +161,9 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     lengths = {len(ids), len(last_use), len(ids if counts is None else counts)}
     wrong = {
         "ids, last_use and counts of different lengths": len(lengths) > 1,
-        "an impossible number of reserved rows": not 0 < numbers["reserved"] <= len(ids),
+        "an impossible number of reserved rows": not PADDING_ROW
+        <= numbers["reserved"]
+        <= min(len(ids), PADDING_ROW + 1),
         "impossible times of last use": (last_use < FREE).any(),
         "sightings that are no counters": sightings is not None
         and (sightings.dtype.kind != "u" or not sightings.size or len(sightings) % DEPTH),
@@ -189,20 +191,21 @@ def free_rows(saved: SavedState) -> tuple[np.ndarray, int] | None:
         return None
     free = np.flatnonzero(saved.last_use[saved.numbers["reserved"] : fresh] == FREE) + saved.numbers["reserved"]
     in_use_later = (saved.last_use[fresh:] != FREE).any()
-    return None if in_use_later or not np.array_equal(np.sort(released), free) else (released.copy(), fresh)
+    return None if in_use_later or not np.array_equal(np.sort(released), free) else (released, fresh)
 
 
 class KnownIds:
     """Which row each id of a saved state has, in a table that loads it and then follows changes (`Vocabulary.update`).
 
-    Of these at most `num_new` ids are new.
+    Of these at most `num_new` ids are new. `padding` is the id of padding.
     """
 
     def __init__(self, saved: SavedState, num_new: int) -> None:
         self.numbers, self.initial, self.features = dict(saved.numbers), saved.initial, saved.features
-        self.reserved, self._num_saved = self.numbers["reserved"], len(saved.ids)
+        self.padding = self.numbers["padding"] if self.numbers["reserved"] > PADDING_ROW else None
+        self._num_saved = len(saved.ids)
         table = Table(self._num_saved + num_new, 0, memory="pageable")
-        self._live = live = IdRows(table, self.reserved, saved.counts is not None)
+        self._live = live = IdRows(table, self.padding, saved.counts is not None)
         live.ids[: self._num_saved], live.last_use[: self._num_saved] = saved.ids, saved.last_use
         if live.counts is not None:
             live.counts[: self._num_saved] = saved.counts
@@ -219,11 +222,6 @@ class KnownIds:
     def ids(self) -> np.ndarray:
         """By row, the id that it has, or had last."""
         return self._live.ids[: len(self)]
-
-    @property
-    def padding(self) -> int | None:
-        """The id of padding."""
-        return self.numbers["padding"] if self.reserved == 2 else None
 
     def used(self) -> np.ndarray:
         """Return the rows with an id, (n,) int64, sorted."""
@@ -263,5 +261,5 @@ class KnownIds:
     def state(self) -> dict[str, Tensor]:
         """Return what has changed of the state, by name."""
         state = {name: plane[: len(self)] for name, plane in self._live.planes().items()}
-        released = torch.from_numpy(self._live.released.copy())
+        released = torch.from_numpy(self._live.released)
         return state | {"released": released} | packed(self.numbers | {"fresh": self._live.fresh}, self.initial)

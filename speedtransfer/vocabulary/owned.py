@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.rows import Rows
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.device_map import DeviceMap
-from speedtransfer.vocabulary.id_rows import PADDING_ROW, IdRows
+from speedtransfer.vocabulary.id_rows import IdRows
 from speedtransfer.vocabulary.ids import NotedIds, as_ids
 from speedtransfer.vocabulary.initial import Initial
 from speedtransfer.vocabulary.policies import Admission, Admit, Evict, Eviction
@@ -122,7 +122,7 @@ class Owned:
     @property
     def padding_idx(self) -> int | None:
         """The id of padding."""
-        return None if self._padding is None else self._padding[0]
+        return None if self._live is None else self._live.padding_idx
 
     def copy(self) -> Self:
         """Return a vocabulary with these settings for another module."""
@@ -140,7 +140,6 @@ class Owned:
         # Of the module that uses it: weak, as the handle holds this object.
         self._owner: weakref.ref[Any] | None = None
         self._live: IdRows | None = None
-        self._padding: tuple[int, int] | None = None
         # Of whose ids its own are keys (`FeatureKeys`), by number from 1 on; none: they are ids of the module.
         self.features: tuple[str, ...] = ()
         self._map: DeviceMap | None = None
@@ -151,18 +150,13 @@ class Owned:
         # Without rows: the copy of the module gives it those.
         return memo.setdefault(id(self), self.copy())
 
-    def reserved_rows(self, padding_idx: int | None) -> int:
-        """Return the number of rows at the start of the table that are of no id."""
-        return PADDING_ROW if padding_idx is None else PADDING_ROW + 1
-
     def bind(self, owner: Any, padding_idx: int | None) -> None:
         """Give ids the rows of `owner`, a handle whose table has rows beyond the reserved ones; `padding_idx` is an id."""
         self.check_unbound()
-        rows, reserved = owner.rows, self.reserved_rows(padding_idx)
-        self._padding = None if padding_idx is None else (int(as_ids([padding_idx])), PADDING_ROW)
+        table, padding = owner.rows.table, None if padding_idx is None else int(as_ids([padding_idx]))
         # The module says, if it has any.
         self.features = ()
-        self._live = IdRows(rows.table, reserved, self._eviction.counts, self._padding)
+        self._live = IdRows(table, padding, self._eviction.counts)
         self._live.rebuild()
         self._owner = weakref.ref(owner)
         self._admission = Admission(self.admit, self.seed, max(self.capacity, _LEAST_COUNTERS))
@@ -170,7 +164,7 @@ class Owned:
         self.clock = 0
         # Grows whenever ids get rows or lose them; what it was at the last step; by row, what it was when that row changed.
         self.generation = self.generation_of_step = 0
-        self._changed_at = np.zeros(rows.table.num_rows, dtype=np.int64)
+        self._changed_at = np.zeros(table.num_rows, dtype=np.int64)
         # Ids that got a row since the last step, and in recent ones.
         self._admitted_now = self._admitted_lately = 0
         # Which states of which vocabulary this one has, if it only follows another; see `Changes.origin`.
@@ -211,7 +205,7 @@ class Owned:
         """See the table as it is now: it has got more rows, or the handle has another one."""
         live, owner = self._bound()
         if live.table is not owner.rows.table:
-            moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts, self._padding)
+            moved = IdRows(owner.rows.table, live.padding_idx, self._eviction.counts)
             for name, plane in moved.planes().items():
                 plane[: len(live.ids)].copy_(live.planes()[name])
             moved.rebuild()

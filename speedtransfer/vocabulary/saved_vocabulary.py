@@ -13,7 +13,7 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
-from speedtransfer.vocabulary.id_rows import FREE, occupied
+from speedtransfer.vocabulary.id_rows import FREE, PADDING_ROW, occupied
 from speedtransfer.vocabulary.loaded_state import FORMAT, LoadPlan, SavedState, free_rows, packed, read_state
 from speedtransfer.vocabulary.policies import DEPTH, Admission
 from speedtransfer.vocabulary.room import Room
@@ -25,7 +25,7 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     state = live.planes()
     if admission.counters is not None:
         state["sightings"] = torch.from_numpy(admission.counters)
-    state["released"] = torch.from_numpy(live.released.copy())
+    state["released"] = torch.from_numpy(live.released)
     state["origin"] = torch.tensor(
         vocabulary._synced or (vocabulary._log.origin, vocabulary.clock), dtype=torch.int64, device="cpu"
     )
@@ -68,8 +68,7 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
         )
     if saved is None:
         sources = np.arange(num_saved)
-        if vocabulary._padding is not None:
-            sources = sources[sources != vocabulary._padding[0]]
+        sources = sources[sources != live.padding_idx]
         ids, length = sources, live.reserved + len(sources)
     else:
         _check_saved(vocabulary, saved, num_saved)
@@ -112,9 +111,9 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
 def _placement(vocabulary: Room, is_plain: bool, num_saved: int, sources: np.ndarray, rows: np.ndarray) -> Placement:
     if is_plain:
         # What unseen ids read is of this vocabulary alone.
-        padding = vocabulary._padding
-        if padding is not None and 0 <= padding[0] < num_saved:
-            sources, rows = np.append(sources, padding[0]), np.append(rows, padding[1])
+        padding = vocabulary.padding_idx
+        if padding is not None and 0 <= padding < num_saved:
+            sources, rows = np.append(sources, padding), np.append(rows, PADDING_ROW)
         order = np.argsort(sources)
         return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
     kept = np.arange(vocabulary.reserved)
@@ -124,15 +123,15 @@ def _placement(vocabulary: Room, is_plain: bool, num_saved: int, sources: np.nda
 
 def _check_saved(vocabulary: Room, saved: SavedState, num_saved: int) -> None:
     """Raise unless the state is that of `num_saved` rows, with the padding of this vocabulary."""
-    owner, padding, numbers = vocabulary._bound()[1], vocabulary._padding, saved.numbers
+    owner, padding, numbers = vocabulary._bound()[1], vocabulary.padding_idx, saved.numbers
     if len(saved.ids) != num_saved:
         raise InvalidValueError(
             f"{owner}: the state has ids of {len(saved.ids)} rows but {num_saved} rows; load what state_dict() returned"
         )
-    if numbers["reserved"] != vocabulary.reserved or (padding is not None and numbers["padding"] != padding[0]):
+    if numbers["reserved"] != vocabulary.reserved or (padding is not None and numbers["padding"] != padding):
         theirs = f"padding_idx={numbers['padding']}" if numbers["reserved"] == 2 else "no padding_idx"
         raise InvalidValueError(
-            f"{owner}: the state of the vocabulary has {theirs} but the module padding_idx={vocabulary.padding_idx}; make the "
+            f"{owner}: the state of the vocabulary has {theirs} but the module padding_idx={padding}; make the "
             "module as it was saved"
         )
 
@@ -231,6 +230,6 @@ def reset_rows(vocabulary: Room, fill_padding: bool = False) -> None:
             values = vocabulary.initial_values(live.ids[rows[part]], live.table.dim, owner.rows.dtype)
             put(vocabulary, rows[part], values)
         live.last_use[rows] = vocabulary.clock
-        if vocabulary._padding is not None:
-            values = vocabulary.initial_values(np.array(vocabulary._padding[:1]), live.table.dim, owner.rows.dtype)
-            put(vocabulary, np.array(vocabulary._padding[1:]), values if fill_padding else torch.zeros_like(values))
+        if live.padding_idx is not None:
+            values = vocabulary.initial_values(np.array([live.padding_idx]), live.table.dim, owner.rows.dtype)
+            put(vocabulary, np.array([PADDING_ROW]), values if fill_padding else torch.zeros_like(values))
