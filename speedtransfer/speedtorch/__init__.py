@@ -10,10 +10,9 @@ New code needs none of this: :class:`speedtransfer.Embedding` moves its rows and
 import torch
 
 from speedtransfer.speedtorch.data import ArrayMatrices, Gadgets, MappedGadgets, Matrices
-from speedtransfer.speedtorch.memories import ARRAY_DOC, AnyDevice, CudaOrPinned, MemoryMapped, Pinned
+from speedtransfer.speedtorch.memories import ARRAY_DOC, AnyDevice, CudaOrPinned, MemoryMapped, Pinned, view_of
 from speedtransfer.speedtorch.models import Models
 from speedtransfer.speedtorch.optimizers import Optimizers
-from speedtransfer.speedtorch.storage import view_of
 
 __all__ = [
     "COM",

@@ -98,7 +98,6 @@ class Matrices(OneArray, IndexedData):
 
     _role = ("total_classes",)
     _begin_by = "comInit()"
-    _fixed_by = "total_classes is {}"
 
     def comInit(self) -> None:
         """Make the matrix, of zeros."""

@@ -5,16 +5,35 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from typing import Any
 
 import torch
 
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidValueError, check_choice
-from speedtransfer.speedtorch.storage import Memory, Storage, view_of
+from speedtransfer.speedtorch.storage import Memory, Storage
 from speedtransfer.tables import Table
 
 ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
 TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
+
+
+def view_of(get: str, doc: str) -> property:
+    """Return a property: reading calls the method `get`, assigning loads an array, and del frees the rows."""
+
+    def read(self: Storage) -> Any:
+        return getattr(self, get)()
+
+    def write(self: Storage, value: Any) -> None:
+        if value is None:
+            delete(self)
+        else:
+            self._set(value)
+
+    def delete(self: Storage) -> None:
+        self._held = None
+
+    return property(read, write, delete, doc)
 
 
 class CudaOrPinned(Storage):

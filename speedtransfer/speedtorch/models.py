@@ -50,7 +50,6 @@ class Models(OneArray):
         "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev), customInit(function) or "
         "loadCupy(file)"
     )
-    _fixed_by = "total_classes and embed_dimension are {} and {}"
 
     model_variable: nn.Module
 

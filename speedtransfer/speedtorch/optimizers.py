@@ -19,13 +19,13 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerE
 from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import Trial, sparse_gradient, without_gradients
-from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, to_copy
+from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype
 from speedtransfer.speedtorch.models import all_weights, find_parameter
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.storage import Storage
+from speedtransfer.speedtorch.storage import Shaped
 
 
-class Optimizers(Storage):
+class Optimizers(Shaped):
     """What the optimizer factories share; they differ in where the rows live."""
 
     _role = ("given_optimizer", "total_classes", "embed_dimension", "model", "variable_name")
@@ -33,7 +33,6 @@ class Optimizers(Storage):
     _begin_by = "optInit()"
 
     given_optimizer: Optimizer
-    total_classes: int
     embed_dimension: int
     model: nn.Module
     variable_name: str
@@ -56,7 +55,7 @@ class Optimizers(Storage):
             self._specs = probe_optimizer(optimizer, self._group(), self._like, sparse)
         self.optVarList = list(self._specs)
         self._columns = {
-            _plane(name): Column(spec.tail, self._wanted if self._is_like_weights(spec) else spec.dtype)
+            name: Column(spec.tail, self._wanted if self._is_like_weights(spec) else spec.dtype)
             for name, spec in self._specs.items()
         }
 
@@ -85,16 +84,16 @@ class Optimizers(Storage):
         Copies of the weights (ASGD's averages, slow weights) are made when the first rows are asked for.
         """
         self._try()
-        self._make()
+        self._held = self._make()
 
     def _make(self) -> Rows:
         table = self._new_table(self.total_classes, 0, torch.float32)
         for name, spec in self._specs.items():
-            column = self._columns[_plane(name)]
-            table.add_plane(_plane(name), math.prod(column.tail), stored_dtype(column.dtype), spec.initial or 0)
-        self._held = rows = Rows(table, self._columns)
-        self._copies = [name for name, spec in self._specs.items() if spec.initial is None]
-        return rows
+            column = self._columns[name]
+            table.add_plane(name, math.prod(column.tail), stored_dtype(column.dtype), spec.initial or 0)
+        # Whether state was loaded, so that it may be another than the optimizer begins with; what is to be a copy of weights.
+        self._is_set, self._copies = False, [name for name, spec in self._specs.items() if spec.initial is None]
+        return Rows(table, self._columns)
 
     @property
     def _rows(self) -> Rows:
@@ -112,39 +111,20 @@ class Optimizers(Storage):
                 f"are not there; make and initialise a model factory for {self.variable_name!r} first"
             )
         for name in self._copies:
-            plane = rows.table.plane(_plane(name))
+            plane = rows.table.plane(name)
             if plane.shape != weights.shape:
                 raise OptimizerError(
                     f"state {name!r} has shape {tuple(plane.shape)} but starts as a copy of the weights, which have "
                     f"{tuple(weights.shape)}; make both factories for one shape"
                 )
-            rows.fill(_plane(name), weights)
+            rows.fill(name, weights)
         self._copies = []
 
     def _take(self, tensors: list[Tensor]) -> None:
         if self._held is None:
             self._try()
-        if len(tensors) != len(self._specs):
-            raise InvalidValueError(
-                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {self.optVarList}; pass "
-                "one for each"
-            )
-        sources = {}
-        for name, tensor in zip(self.optVarList, tensors, strict=True):
-            column = self._columns[_plane(name)]
-            shape = (self.total_classes, *column.tail)
-            if tuple(tensor.shape) != shape:
-                raise InvalidValueError(
-                    f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
-                    "the factory for this shape"
-                )
-            sources[_plane(name)] = to_copy(column.dtype, tensor, f"the array of {name!r}")
-        rows = self._held or self._make()
-        rows.settle()
-        for plane, source in sources.items():
-            rows.fill(plane, source)
-        # As after a view: the state may be another than the optimizer begins with.
-        rows.lent, self._copies = True, []
+        super()._take(tensors)
+        self._is_set, self._copies = True, []
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.
@@ -156,13 +136,13 @@ class Optimizers(Storage):
         index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
         state = self.given_optimizer.state.get(self._param)
         if not state:
-            if not rows.lent:
+            if not (self._is_set or rows.lent):
                 return  # the optimizer makes its own first state, by its rules for a first step
             state = self.given_optimizer.state[self._param]
             state.update(self._first_state())
         names = [name for name in self.optVarList if name in leaves(state)]
-        found = rows.read(index, [_plane(name) for name in names])
-        put(state, {name: found[_plane(name)].to(self._dtype_of(name)) for name in names})
+        found = rows.read(index, names)
+        put(state, {name: found[name].to(self._dtype_of(name)) for name in names})
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
@@ -179,7 +159,7 @@ class Optimizers(Storage):
                 f"{type(self.given_optimizer).__name__} made state {unknown[0]!r} that it did not make in a trial; make the "
                 "factory anew after a change of hyperparameters"
             )
-        rows.write(index, {_plane(name): state[name] for name in self.optVarList if name in state})
+        rows.write(index, {name: state[name] for name in self.optVarList if name in state})
 
     def _first_state(self) -> dict[str, Any]:
         """Return the state that the optimizer begins with, of some rows."""
@@ -189,7 +169,3 @@ class Optimizers(Storage):
             trial.step(sparse_gradient(weights) if self._specs.gradient == "sparse" else weights)
             late = {name for name, spec in self._specs.items() if spec.late}
             return {key: cloned(value) for key, value in trial.first.items() if key not in late}
-
-
-def _plane(state: str) -> str:
-    return f"state.{state}"

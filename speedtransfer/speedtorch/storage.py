@@ -149,57 +149,59 @@ class Storage(ABC):
         self._take([tensor.detach() for tensor in tensors])
 
 
-def view_of(get: str, doc: str) -> property:
-    """Return a property: reading calls the method `get`, assigning loads an array, and del frees the rows."""
+class Shaped(Storage):
+    """Rows of arrays whose shapes are known before: one for each of `_columns`, by name."""
 
-    def read(self: Storage) -> Any:
-        return getattr(self, get)()
-
-    def write(self: Storage, value: Any) -> None:
-        if value is None:
-            delete(self)
-        else:
-            self._set(value)
-
-    def delete(self: Storage) -> None:
-        self._held = None
-
-    return property(read, write, delete, doc)
-
-
-class OneArray(Storage):
-    """Rows of one array, whose shape the constructor fixes."""
-
-    _fixed_by: ClassVar[str]  # says which arguments name the shape; formatted with its two sizes
-
-    datatype: Any
     total_classes: int
+    _columns: dict[str, Column]
 
-    def _check(self) -> None:
-        super()._check()
-        # A matrix is square.
-        self._shape = self.total_classes, getattr(self, "embed_dimension", self.total_classes)
-        self.dtype = self.datatype
-        self._column = Column(self._shape[1:], dtype_of(self.datatype))
+    @abstractmethod
+    def _make(self) -> Rows:
+        """Return new rows."""
 
     def _begin(self, fill: Callable[[Rows], Any]) -> None:
         """Have `fill` set the rows, which are made if there are none."""
-        if self._held is not None:
-            rows = self._rows
-        else:
-            rows = Rows(self._new_table(*self._shape, stored_dtype(self._column.dtype)), {"weight": self._column})
+        rows = self._held or self._make()
+        rows.settle()
         fill(rows)
         self._held = rows
 
     def _take(self, tensors: list[Tensor]) -> None:
-        (tensor,) = tensors
-        if tuple(tensor.shape) != self._shape:
-            raise InvalidValueError(
-                f"the array has shape {tuple(tensor.shape)} but {self._fixed_by.format(*self._shape)}; load one of shape "
-                f"{self._shape}, or make a {type(self).__name__} for this one"
-            )
-        source = to_copy(self._column.dtype, tensor, "the array")
-        self._begin(lambda rows: rows.fill("weight", source))
+        names = list(self._columns)
+        if len(tensors) != len(names):
+            raise InvalidValueError(f"there are {len(tensors)} arrays but those of {names} are kept; pass one for each")
+        sources = {}
+        for (name, column), tensor in zip(self._columns.items(), tensors, strict=True):
+            shape = (self.total_classes, *column.tail)
+            if tuple(tensor.shape) != shape:
+                raise InvalidValueError(
+                    f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another one, or make a "
+                    f"{type(self).__name__} for this shape"
+                )
+            sources[name] = to_copy(column.dtype, tensor, f"the array of {name!r}")
+
+        def fill(rows: Rows) -> None:
+            for name, source in sources.items():
+                rows.fill(name, source)
+
+        self._begin(fill)
+
+
+class OneArray(Shaped):
+    """Rows of one array."""
+
+    datatype: Any
+
+    def _check(self) -> None:
+        super()._check()
+        self.dtype = self.datatype
+        # A matrix is square.
+        tail = (getattr(self, "embed_dimension", self.total_classes),)
+        self._columns = {"weight": Column(tail, dtype_of(self.datatype))}
+
+    def _make(self) -> Rows:
+        (dim,), dtype = self._columns["weight"]
+        return Rows(self._new_table(self.total_classes, dim, stored_dtype(dtype)), self._columns)
 
 
 # --- files: .npy as cupy.save and numpy.save write them, and tensors of torch.save ----------------------------------------
