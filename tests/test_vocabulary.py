@@ -20,6 +20,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.rows import Rows
 from speedtransfer.tables import unique_rows
 from speedtransfer.vocabulary import room
+from speedtransfer.vocabulary.policies import most_rows
 
 DIM = 3
 
@@ -121,6 +122,8 @@ FORMS: list[tuple[Any, list[int]]] = [
     ((1, 2), [1, 2]),
     (7, [7]),
     ([], []),
+    (np.array([]), []),
+    (np.array([2**63, 5], dtype=object), [-(2**63), 5]),
     ([2**63, -1], [-(2**63), -1]),
     (torch.tensor([255], dtype=torch.uint8), [255]),
     (np.array([2**64 - 1], dtype=np.uint64), [-1]),
@@ -420,6 +423,8 @@ def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
     for num_bytes, most in ((10 * row_bytes, 9), (11 * row_bytes - 1, 9), (11 * row_bytes, 10), (3, 4)):
         vocabulary.max_capacity = f"{num_bytes} B"
         assert vocabulary.stats().max_capacity == most
+    # Of two processes each may have half of them.
+    assert most_rows("2000 B", 2, 1, 1, 100) == 10
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -419,8 +419,11 @@ def check_equal(ours: st.Vocabulary, theirs: st.Vocabulary) -> None:
 def test_only_what_has_changed() -> None:
     run = trained(2)
     vocabulary = run.vocabulary
-    clock = vocabulary.clock
+    clock, row = vocabulary.clock, vocabulary.rows(IDS[3:4]).numpy()
+    assert vocabulary.weights_of(row).any()
     vocabulary.forget(IDS[3:4])
+    # Its weights are erased.
+    assert not vocabulary.weights_of(row).any()
     run.step(IDS[[1, 7]])
     changes = vocabulary.changed_since(clock)
     assert set(changes.ids.tolist()) == set(IDS[[1, 7]].tolist())

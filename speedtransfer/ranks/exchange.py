@@ -240,13 +240,11 @@ class Exchange:
 
     def texts(self, text: str) -> list[str]:
         """Return the texts of all processes, in the order of ranks."""
-        letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = torch.full((self.ranks, 1), len(letters) if text else 0, device="cpu")
-        counts = self._numbers(sizes, "tells texts")[:, 0].tolist()
-        if not any(counts):
-            return [""] * self.ranks
-        parts = self.gather("control", letters[: len(text.encode()), None], counts)[:, 0].split(counts)
-        return [part.numpy().tobytes().decode() for part in parts]
+        # With a byte more, as an empty text would make no tensor.
+        letters = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
+        counts = self._numbers(torch.full((self.ranks, 1), len(letters), device="cpu"), "tells texts")[:, 0].tolist()
+        parts = self.gather("control", letters.unsqueeze(1), counts)[:, 0].split(counts)
+        return [part.numpy().tobytes()[:-1].decode() for part in parts]
 
     def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:
         """Raise `error` where there is one; if another rank has one, raise here too."""

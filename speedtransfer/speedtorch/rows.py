@@ -47,7 +47,6 @@ class Rows:
         self.table = table
         self.columns = dict(columns)
         self.path = path or table.path
-        self._planes = {name: table.stored(name) for name in columns}
         # Whether there are views of all rows, by which others may set them.
         self.lent = False
         self._is_mapped = table.memory == "pinned" and table.device.type == "cuda"
@@ -86,7 +85,9 @@ class Rows:
         if len(found.ids) < len(flat):
             last = last_places(found.inverse, len(found.ids))
             flat, rows = found.ids, {name: value[last.to(value.device)] for name, value in rows.items()}
-        own = self._planes.values()  # somebody may copy rows from one place of a table to another
+        own = [
+            self.table.stored(name) for name in self.columns
+        ]  # somebody may copy rows from one place of a table to another
         rows = {n: v.clone() if any(overlap(v, plane) for plane in own) else v for n, v in rows.items()}
         self.table.scatter(flat, rows, check=False)
         self.settle()

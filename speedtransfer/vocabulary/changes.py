@@ -16,10 +16,9 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import PathLike, files
 from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import only_storage_errors, parse_json
-from speedtransfer.vocabulary.initial import Initial, check_initial
+from speedtransfer.vocabulary.initial import FLOATS, Initial, check_initial
 
 _FORMAT = "speedtransfer.changes"
-_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Changes(NamedTuple):
@@ -103,7 +102,7 @@ class Changes(NamedTuple):
             numbers["features"] = tuple(map(str, numbers["features"]))
             if numbers["initial"] is not None:
                 numbers["initial"] = check_initial(numbers["initial"])
-            kinds = {name: _FLOATS if name in ("rows", "reserved") else (torch.int64,) for name in _TENSORS}
+            kinds = {name: FLOATS if name in ("rows", "reserved") else (torch.int64,) for name in _TENSORS}
             tensors: dict[str, Any] = {}
             for name in _TENSORS:
                 found = files.find_tensor(path, header, name, kinds[name])

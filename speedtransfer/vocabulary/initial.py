@@ -24,7 +24,7 @@ Initial = tuple[str, float, float] | float
 _COMPILED = "speedtransfer.vocabulary.numba_initial"
 # By their numbers in saved files and in ids.cu.
 KINDS = ("number", "normal", "uniform")
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _WORK_BYTES = 32  # a value takes as long as to move so many
 FARTHEST = 8.3  # standard deviations: no normal value is farther from 0
 
@@ -73,7 +73,7 @@ def initial_values(
 
 def check_range(initial: Initial, dtype: torch.dtype) -> None:
     """Raise unless initial values can be of `dtype`: one of four, whose largest number they are not beyond."""
-    if dtype not in _DTYPES:
+    if dtype not in FLOATS:
         raise InvalidTypeError(
             f"dtype is {dtype} but initial values are float32, float64, float16 or bfloat16; convert them afterwards"
         )

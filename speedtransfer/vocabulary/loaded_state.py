@@ -204,7 +204,7 @@ class KnownIds:
         self.numbers, self.initial, self.features = dict(saved.numbers), saved.initial, saved.features
         self.padding = self.numbers["padding"] if self.numbers["reserved"] > PADDING_ROW else None
         self._num_saved = len(saved.ids)
-        table = Table(self._num_saved + num_new, 0, memory="pageable")
+        table = Table(self._num_saved + num_new, 0, memory="pageable", device="cpu")
         self._live = live = IdRows(table, self.padding, saved.counts is not None)
         live.ids[: self._num_saved], live.last_use[: self._num_saved] = saved.ids, saved.last_use
         if live.counts is not None:

@@ -16,8 +16,6 @@ from speedtransfer.vocabulary.initial import check_initial, check_range
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_max_capacity, check_seed
 from speedtransfer.vocabulary.room import Room
 
-UNSEEN = ("initial", "zeros", "row")
-
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyStats:
@@ -148,7 +146,7 @@ class Vocabulary(Room):
         self.admit, self.evict = check_admit(admit), check_evict(evict)
         if on_evict is not None and not callable(on_evict):
             raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
-        self.unseen, self.on_evict = check_choice(unseen, "unseen", UNSEEN), on_evict
+        self.unseen, self.on_evict = check_choice(unseen, "unseen", ["initial", "zeros", "row"]), on_evict
         self.initial, self.seed = check_initial(initial), check_seed(seed)
         self.half_life = check_number(half_life, "half_life", above=True)
         if not isinstance(deferred, bool):
