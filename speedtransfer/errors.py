@@ -91,11 +91,20 @@ def describe_ending(path: object) -> str:
     return f"ends in {suffix!r}" if suffix else "has no ending"
 
 
+def check_path(path: object, name: str = "path", what: str = "a file", more: str = "") -> Path:
+    """Return `path`, that of `what`, or raise where it cannot be one; errors call it `name` and end with `more`."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"{name} is a {type(path).__name__} but must be the path of {what}; pass one{more}")
+    check_no_url(path, name)
+    if not os.fspath(path) or "\0" in os.fsdecode(path):
+        raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass that of {what}")
+    return Path(path)
+
+
 def check_png(path: str | os.PathLike[str]) -> Path:
     """Return the path of a picture; raise unless it ends in .png."""
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a picture; pass one")
-    if (found := Path(path)).suffix != ".png":
+    found = check_path(path, what="a picture")
+    if found.suffix != ".png":
         raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but the picture is a PNG; use the ending .png")
     return found
 

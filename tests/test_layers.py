@@ -20,7 +20,7 @@ PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
     {"errors", "version", "dtypes", "interrupts", "lazy", "once", "units"},
-    {"system", "jit", "progress", "eager", "untrusted", "page_cache", "page_calls", "drawing"},
+    {"system", "jit", "progress", "eager", "untrusted", "page_cache", "page_calls", "drawing", "text_table"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
     {"tables"},

@@ -81,7 +81,7 @@ vectors.most_similar() -> InvalidValueError: no words to start from
 vectors.most_similar(np.ones(3)) -> InvalidValueError: a vector has shape \(3,\) but these have dim 2; pass shape \(2,\)
 vectors.most_similar(3) -> InvalidTypeError: 3 .* is neither word nor vector
 vectors[7] -> InvalidTypeError: 7 is no word; pass a str or a list of them
-vectors.doesnt_match("a") -> InvalidTypeError: is 'a' but must be several words; pass a list of str
+vectors.doesnt_match("a") -> InvalidTypeError: words is 'a' .* must be a list of words
 vectors.n_similarity([], ["a"]) -> InvalidValueError: first is empty; pass at least one word
 evaluate("vectors.bin", "set") -> InvalidTypeError: vectors is a str but must be Vectors; pass
 plot(vectors, "words.jpg") -> InvalidValueError: ends in '.jpg' but the picture is a PNG

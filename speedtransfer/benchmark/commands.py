@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from speedtransfer.benchmark.environment import environment
@@ -28,6 +27,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import require_matplotlib
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, format_bytes, suggest
 from speedtransfer.system import check_writable, replace_file
+from speedtransfer.text_table import text_table
 
 ALL = "all"
 WIDE = 10  # columns, from which on headers are broken
@@ -208,11 +208,4 @@ def run_suite(
 
 def _show_table(console: Console, table: TextTable) -> None:
     """Print a table without its title; ours in bold."""
-    made, narrow = Table(box=None, pad_edge=False), len(table.header) < WIDE
-    for number, label in enumerate(table.header):
-        made.add_column(
-            Text(label), justify="right" if number else "left", no_wrap=number > 0 and narrow, overflow="fold"
-        )
-    for name, *rest in table.rows:
-        made.add_row(*map(Text, (name, *rest)), style="bold" if name in table.ours else "")
-    console.print(made)
+    console.print(text_table(table.header, table.rows, table.ours, no_wrap=len(table.header) < WIDE))

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table as TextTable
 from rich.text import Text
 
 from speedtransfer.encoding import codec_for
@@ -30,6 +29,7 @@ from speedtransfer.ranks.cost import (
     shared_step,
 )
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
+from speedtransfer.text_table import text_table
 from speedtransfer.units import format_seconds
 
 # Of a collective call by gloo, beyond the network: what two processes on two cores took for it (bench/experiments/hosts.py).
@@ -228,12 +228,10 @@ def show_ranks(
         "nn.Embedding, sparse, DDP": (3 * dense, StepCost(ids=8 * others, gradients=row * others, calls=3)),
         "nn.Embedding, DDP": (4 * dense, StepCost(gradients=2 * (1 - 1 / ranks) * dense, calls=1)),
     }
-    table = TextTable("", box=None, pad_edge=False)
-    for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"):
-        table.add_column(label, justify="right", no_wrap=True)
+    shown = []
     for name, (held, cost) in kinds.items():
         sent = (cost.control, cost.ids, cost.rows, cost.gradients)
         cells = [format_bytes(count) if count else "" for count in (held, *sent, cost.bus_up, cost.bus_down)]
-        table.add_row(name, *cells[:5], str(cost.calls), *cells[5:])
-    console.print(table)
+        shown.append([name, *cells[:5], str(cost.calls), *cells[5:]])
+    console.print(text_table(("", "held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"), shown))
     console.print(Text(_RANKS_NOTE))

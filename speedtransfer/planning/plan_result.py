@@ -20,6 +20,7 @@ from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, SPARSE, Bytes,
 from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.text_table import text_table
 from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 WIDTH = 132
@@ -249,13 +250,11 @@ def _notes(plan: Plan) -> Iterable[str]:
 
 
 def _cache(plan: Plan) -> TextTable:
-    table = TextTable("a cache of", box=None, pad_edge=False)
-    for label in ("takes", "serves", "left up", "left down"):
-        table.add_column(label, justify="right", no_wrap=True)
+    rows = []
     for size in plan.cache:
         cells = [format_bytes(size.num_bytes), format_share(size.share), format_bytes(size.up), format_bytes(size.down)]
-        table.add_row(f"{format_count(size.rows)} rows", *cells)
-    return table
+        rows.append([f"{format_count(size.rows)} rows", *cells])
+    return text_table(("a cache of", "takes", "serves", "left up", "left down"), rows)
 
 
 def _hosts(plan: Plan, hosts: Hosts) -> Iterable[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
-from rich.table import Table as TextTable
 from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_choice, check_size, suggest
@@ -29,6 +28,7 @@ from speedtransfer.planning.machine import (
 )
 from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
+from speedtransfer.text_table import text_table
 from speedtransfer.units import format_ratio, format_seconds, parse_bytes
 
 CALL_S = 50e-6  # of a collective call; a round number, and no machine's
@@ -298,14 +298,9 @@ def as_table(ranking: Ranking) -> RenderableType:
     words = MEASURES[ranking.by].words
     parts: list[RenderableType] = [Text(f"by {words}; a step is a batch on each GPU; x: times the best\n")]
     if ranking.ranked:
-        table = TextTable("", box=None, pad_edge=False)
-        table.columns[0].no_wrap = True
-        columns = {label: cells for label, cells in _columns(ranking).items() if any(cells)}
-        for label in columns:
-            table.add_column(label, justify="right")
-        for ranked, *cells in zip(ranking.ranked, *columns.values(), strict=True):
-            table.add_row(Text(_name(ranked.machine)), *cells)
-        parts.append(table)
+        columns = {"": [_name(each.machine) for each in ranking.ranked], **_columns(ranking)}
+        columns = {label: cells for label, cells in columns.items() if any(cells)}
+        parts.append(text_table([*columns], zip(*columns.values(), strict=True), no_wrap=False))
     else:
         parts.append(Text("the workload fits on none of the machines"))
     lines = [f"  {_name(machine)}: {reason}" for machine, reason in ranking.left_out]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from typing_extensions import Self
 
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES, SCALED_DTYPES, check_values
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, suggest
+from speedtransfer.errors import InvalidValueError, StorageError, check_path, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import plane_chunks, row_chunks
@@ -158,7 +157,7 @@ class Saving(Planes):
         StorageError, InvalidValueError, InvalidTypeError
             The file is missing, truncated or foreign, or may not be changed; it holds no 2-D array; its dtype has no table.
         """
-        path = check_path(path, ", or Table.open for several")
+        path = check_path(path, more=", or Table.open for several")
         check_writable(writable)
         if memory != "mmap":
             if writable:
@@ -190,16 +189,6 @@ class Saving(Planes):
         table = open_sources(cls, found, writable, device, cache_rows, cache_counts)
         table.layout, table._place.max_rows = layout, max_rows
         return table
-
-
-def check_path(path: Any, more: str = "") -> Path:
-    """Return `path`, or raise where it is none; `more` ends the message."""
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a file; pass one{more}")
-    check_no_url(path)
-    if not os.fspath(path):
-        raise InvalidValueError("path is ''; pass the path of a file, such as 'table.safetensors'")
-    return Path(path)
 
 
 def check_safetensors_path(path: PathLike) -> Path:

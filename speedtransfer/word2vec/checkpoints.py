@@ -128,22 +128,16 @@ class Checkpoints(Callback):
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         is_due = trainer.step % (self.every or math.ceil(trainer.steps_an_epoch)) == 0
         if is_due and trainer.step < trainer.num_steps and not self._when_stopped:
-            self._try_to_save(trainer)
+            self._save(trainer)
 
     def finish(self, trainer: Trainer) -> None:  # noqa: D102
         if self._saved_step != trainer.step and (trainer.interrupted or not self._when_stopped):
-            self._try_to_save(trainer)
+            self._save(trainer)
         if trainer.interrupted and self._saved_step == trainer.step:
             self._progress.log(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
 
-    def _try_to_save(self, trainer: Trainer) -> None:
-        try:
-            self.save(trainer)
-        except StorageError as error:  # a full disk is no reason to lose the run
-            self._progress.log(f"no checkpoint at step {trainer.step}: {error}; training goes on")
-
-    def save(self, trainer: Trainer) -> None:
-        """Save the trainer; the previous checkpoint stays whole until this one is. Raise `StorageError` where that fails."""
+    def _save(self, trainer: Trainer) -> None:
+        """Save the trainer; the previous checkpoint stays whole until this one is."""
         if self._corpus is None:
             self._corpus = trainer.corpus.fingerprint()
         facts = {
@@ -154,8 +148,11 @@ class Checkpoints(Callback):
             "gradients": GRADIENTS,
             "processes": trainer.processes,
         }
-        save_checkpoint(self.path, trainer.model, trainer.optimizer, extra={"word2vec": facts}, progress=False)
-        self._saved_step = trainer.step
+        try:
+            save_checkpoint(self.path, trainer.model, trainer.optimizer, extra={"word2vec": facts}, progress=False)
+            self._saved_step = trainer.step
+        except StorageError as error:  # a full disk is no reason to lose the run
+            self._progress.log(f"no checkpoint at step {trainer.step}: {error}; training goes on")
 
     def remove(self) -> None:
         """Remove the checkpoint of an earlier run, which `overwrite` lets this one replace."""

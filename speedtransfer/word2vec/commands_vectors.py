@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from speedtransfer.errors import InvalidValueError, printable
 
 if TYPE_CHECKING:
     import numpy as np
-    from rich.table import Table
 
     from speedtransfer.word2vec.vectors import Vectors
 
@@ -76,6 +74,7 @@ def evaluate(
     from rich.console import Console
 
     from speedtransfer.system import replace_file
+    from speedtransfer.text_table import text_table
     from speedtransfer.word2vec.evaluation import Analogies, Similarity, load_set
     from speedtransfer.word2vec.evaluation import evaluate as measure
 
@@ -96,7 +95,7 @@ def evaluate(
              "{:.3f} to {:.3f}".format(*one.interval), f"{one.pearson:.4f}") for one in pairs
         ]  # fmt: skip
         columns = "similarity set", "pairs", "left out", "Spearman", "95% interval", "Pearson"
-        console.print(_table(columns, rows))
+        console.print(text_table(columns, rows))
     for result in results:
         if isinstance(result, Analogies):
             parts = list[tuple[str, ...]]()
@@ -105,22 +104,12 @@ def evaluate(
                 interval = "-" if part.accuracy is None else "{:.3f} to {:.3f}".format(*part.interval)
                 parts.append((part.name, f"{len(part.correct):,}", f"{part.num_questions:,}", shown, interval))
             parts.append(("left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)", ""))
-            console.print(_table((result.name, "correct", "questions", "accuracy", "95% interval"), parts))
+            console.print(text_table((result.name, "correct", "questions", "accuracy", "95% interval"), parts))
     for result in results:
         if unknown := result.unknown_words:
             more = f" and {len(unknown) - _SHOW_UNKNOWN} more" if len(unknown) > _SHOW_UNKNOWN else ""
             words = ", ".join(unknown[:_SHOW_UNKNOWN])
             typer.echo(printable(f"{result.name}: {len(unknown)} unknown words: {words}{more}"))
-
-
-def _table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
-    from rich.table import Column, Table
-
-    first, *others = map(printable, columns)
-    table = Table(first, *(Column(column, justify="right") for column in others), box=None)
-    for row in rows:
-        table.add_row(*map(printable, row))
-    return table
 
 
 def nearest(

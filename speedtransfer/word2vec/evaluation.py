@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
-from speedtransfer.tables.saving import check_path
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_path, check_size
 from speedtransfer.word2vec.evaluation_results import Analogies, Question, Section, Similarity
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import answer_analogies, lengths

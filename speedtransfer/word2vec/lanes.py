@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -151,14 +152,9 @@ def sigmoid(typing: Any, scores: Any, heights: Any) -> tuple[Any, _Code]:
 # --- rows --------------------------------------------------------------------------------------------------------------
 
 
-def compile_loops(function: Any, inline: bool = False) -> Any:
-    """Compile when first called, as `compile_function` does."""
-    return compile_function(function, fastmath=_MATH, forceinline=inline)
-
-
-def compile_inlined(function: Any) -> Any:
-    """Compile as a part of whatever calls it: to pass an array costs more than to add some rows."""
-    return compile_loops(function, inline=True)
+compile_loops = partial(compile_function, fastmath=_MATH)
+# As a part of whatever calls it: to pass an array costs more than to add some rows.
+compile_inlined = partial(compile_loops, forceinline=True)
 
 
 def zero_rows(count: int, columns: int, dtype: Any) -> np.ndarray:

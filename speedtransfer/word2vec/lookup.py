@@ -30,15 +30,15 @@ class UnknownWordError(InvalidValueError, KeyError):
         self.words = tuple(words)
 
 
-def check_words(words: Any) -> list[str]:
+def check_words(words: Any, name: str = "words") -> list[str]:
     """Return words as a list of str; raise where they are none, or one str, which would be a word a letter."""
     if isinstance(words, str) or not isinstance(words, Iterable):
-        raise InvalidTypeError(f"words is {words!r} ({type(words).__name__}) but must be a list of words; pass one")
+        raise InvalidTypeError(f"{name} is {words!r} ({type(words).__name__}) but must be a list of words; pass one")
     found = list(words)
     for place, word in enumerate(found):
         if not isinstance(word, str):
             raise InvalidTypeError(
-                f"words[{place}] is {word!r} ({type(word).__name__}) but words are strings; pass a list of str"
+                f"{name}[{place}] is {word!r} ({type(word).__name__}) but words are strings; pass a list of str"
             )
     return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number, check_path
 from speedtransfer.lazy import import_extra
 from speedtransfer.tables import PathLike
 from speedtransfer.untrusted import storage_error
@@ -21,7 +21,7 @@ from speedtransfer.word2vec.evaluation import Similarity, load_set
 from speedtransfer.word2vec.evaluation import evaluate as measure
 from speedtransfer.word2vec.model import check_no_tables
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import SETTINGS, Settings, check_path, check_writable, settings_of
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_writable, settings_of
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
@@ -84,8 +84,8 @@ class TensorBoard(Callback):
     Runs in folders beside each other are shown together.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         import_extra("tensorboard", "curves", '"speedtransfer[tensorboard]"')
         self._writer: Any = None
         self._last_log = float("-inf")
@@ -159,7 +159,7 @@ def make_callbacks(
     resolve_device(settings.device)
     if checkpoints is None or not (checkpoints.resumes or checkpoints.own_tables):
         check_no_tables(settings.path)
-    board = None if tensorboard is None else TensorBoard(check_path(tensorboard, "tensorboard"))
+    board = None if tensorboard is None else TensorBoard(check_path(tensorboard, "tensorboard", "a folder"))
     check_number(evaluate_every, "evaluate_every", above=True)
     evaluations = Evaluations(evaluate, evaluate_every, board) if evaluate else None
     # The checkpoints come after the evaluation, whose figures they save.
@@ -222,7 +222,8 @@ def train(
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
     checkpoints = None
     if checkpoint is not None:
-        checkpoints = Checkpoints(Path(check_path(checkpoint, "checkpoint")), chosen, checkpoint_every, resume)
+        folder = check_path(checkpoint, "checkpoint", "a folder")
+        checkpoints = Checkpoints(folder, chosen, checkpoint_every, resume)
     elif resume or checkpoint_every is not None:
         raise InvalidValueError("resume and checkpoint_every need a checkpoint, the folder; pass checkpoint")
     callbacks = make_callbacks(chosen, checkpoints, tensorboard, sets, evaluate_every)

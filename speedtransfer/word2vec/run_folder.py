@@ -83,11 +83,9 @@ def train_into(
             raise InvalidValueError(
                 "memory is 'shared' but this process is alone; start several (torchrun), or pass another"
             )
+        exchange = None if others is None else exchange_of(others)
         # All raise where the first cannot.
-        in_all(
-            None if others is None else exchange_of(others),
-            lambda: saving.enter_context(_alone(output)) if is_first() else None,
-        )
+        in_all(exchange, lambda: saving.enter_context(_alone(output)) if is_first() else None)
         with TrainingProgress(not quiet and is_first()) as progress:
             words = Corpus(corpus, report=progress.reading, settings=settings)
             if checkpoints.resumes:
@@ -100,7 +98,7 @@ def train_into(
             # From the first step until everything is saved a signal only ends training.
             stop = saving.enter_context(StopOnSignal())
             trainer.run(progress, callbacks, stop)
-        shared = None if others is None else SharedVectors(trainer.model, exchange_of(others))
+        shared = None if exchange is None else SharedVectors(trainer.model, exchange)
         save = _saver(trainer, shared, corpus, suffix, output)
         if shared is not None and not is_first():
             shared.serve()

@@ -20,8 +20,8 @@ from speedtransfer.errors import (
     InvalidValueError,
     StorageError,
     check_choice,
-    check_no_url,
     check_number,
+    check_path,
     check_size,
     suggest,
 )
@@ -69,17 +69,6 @@ def _check_options(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise InvalidTypeError(f"{name} is {value!r} but must be a dict by argument name; pass {{'eps': 1e-8}}")
     return dict(value)
-
-
-def check_path(value: Any, name: str) -> Any:
-    """Return the path `value`, or raise where it cannot be one."""
-    if not isinstance(value, str | os.PathLike):
-        kind = type(value).__name__
-        raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be the path of a folder; pass a string or Path")
-    check_no_url(value, name)
-    if not os.fspath(value) or "\0" in os.fsdecode(value):
-        raise InvalidValueError(f"{name} is {os.fspath(value)!r}, not a path; pass the name of a folder")
-    return value
 
 
 def existing_folder(path: Path) -> Path:
@@ -197,7 +186,7 @@ class Settings:
     shared_negatives: int | None = _size("Training", None, minimum=1)
     seed: int = _size("Training", 1, minimum=0)
     memory: Memory = _choice("Memory", "auto", Memory)
-    path: str | os.PathLike[str] | None = _setting("Memory", None, check_path)
+    path: str | os.PathLike[str] | None = _setting("Memory", None, partial(check_path, what="a folder"))
     device: Any = _setting("Memory", None, None, "cuda if there is one")
 
     def __post_init__(self) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
-from speedtransfer.tables.saving import check_path
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_path, check_size
 from speedtransfer.word2vec import formats, lookup
 from speedtransfer.word2vec.formats_text import Stored
 from speedtransfer.word2vec.lookup import UnknownWordError
@@ -171,9 +170,7 @@ class Vectors:
 
     def _several(self, words: Any, name: str) -> tuple[list[str], np.ndarray]:
         """Return a group of words, at least one, and their rows."""
-        if isinstance(words, str) or not isinstance(words, Iterable):
-            raise InvalidTypeError(f"{name} is {words!r} but must be several words; pass a list of str")
-        words = list(words)
+        words = lookup.check_words(words, name)
         if not words:
             raise InvalidValueError(f"{name} is empty; pass at least one word")
         return words, np.array(lookup.find_rows(words, self._row_of), dtype=np.int64)

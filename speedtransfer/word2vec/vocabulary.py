@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError, check_path
 from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.system import replace_file
-from speedtransfer.tables.saving import check_path
 from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
@@ -190,7 +189,7 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
     unpacked. A ``.parquet`` file, or a folder of them with such a name, has the columns word and count. Raises `StorageError`
     with the line or row where the file is missing, has no words, or one twice, or something that is no word and count.
     """
-    path = Path(check_path(path))
+    path = check_path(path)
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
     counts: dict[str, int] = {}
     for place, word, count in rows:
