@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import speedtransfer as st
+from speedtransfer.benchmark.contenders import unfilled
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.word2vec import Block, Settings, Word2Vec
 
@@ -36,12 +37,7 @@ class Sizes(NamedTuple):
     dim: int
 
 
-def _zeros(kind: type[nn.Module]) -> Any:
-    """Return a class of such modules that stay zero: the rows need not be filled for the few that are used."""
-    return type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
-
-
-_Embedding, _Multi, _Bag = map(_zeros, (st.Embedding, st.MultiEmbedding, st.EmbeddingBag))
+_Embedding, _Multi, _Bag = map(unfilled, (st.Embedding, st.MultiEmbedding, st.EmbeddingBag))
 
 
 @dataclass(frozen=True)

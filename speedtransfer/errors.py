@@ -94,7 +94,8 @@ def describe_ending(path: object) -> str:
 def check_path(path: object, name: str = "path", what: str = "a file", more: str = "") -> Path:
     """Return `path`, that of `what`, or raise where it cannot be one; errors call it `name` and end with `more`."""
     if not isinstance(path, str | os.PathLike):
-        raise InvalidTypeError(f"{name} is a {type(path).__name__} but must be the path of {what}; pass one{more}")
+        kind = type(path).__name__
+        raise InvalidTypeError(f"{name} is {path!r} ({kind}) but must be the path of {what}; pass one{more}")
     check_no_url(path, name)
     if not os.fspath(path) or "\0" in os.fsdecode(path):
         raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass that of {what}")

@@ -1,10 +1,12 @@
-"""Pages of files: which are in memory, and reads of single ones, many at a time."""
+"""Pages of files: which are in memory, dropping them, and reads of single ones, many at a time."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,19 +15,47 @@ from speedtransfer.errors import SpeedtransferError
 from speedtransfer.jit import compiled_module
 
 PAGE = mmap.PAGESIZE
+_PAGEOUT = 21  # MADV_PAGEOUT, which Python lacks
+_MOST_LEFT = 0.01  # share of the pages that may stay in memory
+_ATTEMPTS = 20
 
 
 class PagesStayError(SpeedtransferError):
     """Pages of files cannot be dropped from memory here."""
 
 
-def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
-    """Return how many pages of a map at address `start` are in memory, and how many it has."""
-    found = bytearray(-(-len(block) // PAGE))
-    room = (ctypes.c_ubyte * len(found)).from_buffer(found)
-    if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
-        raise PagesStayError("the system does not report which pages are in memory (mincore); this needs Linux")
-    return int((np.frombuffer(found, dtype=np.uint8) & 1).sum()), len(found)
+def share_in_memory(blocks: Iterable[mmap.mmap]) -> float:
+    """Return the share of the pages of all maps that are in memory."""
+    found = []
+    for block in blocks:
+        # Without a reference to the map, which could not be closed.
+        start = np.frombuffer(block, dtype=np.uint8).ctypes.data
+        found.append(np.empty(-(-len(block) // PAGE), dtype=np.uint8))
+        room = found[-1].ctypes.data_as(ctypes.c_void_p)
+        if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
+            raise PagesStayError("the system does not report which pages are in memory (mincore); this needs Linux")
+    return float((np.concatenate(found) & 1).mean())
+
+
+def drop_pages(files: Sequence[tuple[int, mmap.mmap]], remedy: str) -> None:
+    """Write all pages of files, given by descriptor and map, to the disk and drop them.
+
+    Works without privileges, on Linux; raises PagesStayError with `remedy` if pages stay, as on a file system in memory.
+    """
+    for _ in range(_ATTEMPTS):
+        for descriptor, block in files:
+            # Dirty pages and mapped ones would stay; posix_fadvise drops those that were only read ahead.
+            block.flush()
+            block.madvise(_PAGEOUT)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        left = share_in_memory(block for _, block in files)
+        if left <= _MOST_LEFT:
+            return
+        # Pages may be held briefly by the system or by a read in progress.
+        time.sleep(0.01)
+    raise PagesStayError(
+        f"{left:.0%} of the pages stay in memory after they were dropped, so that no disk would be measured; {remedy}"
+    )
 
 
 def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:

@@ -9,13 +9,13 @@ import torch
 from cases import raising
 
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
-from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.contenders import PLANES, ROW_BYTES
 from speedtransfer.benchmark.measure import SUITES, Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Ids, Tables, workload
 from speedtransfer.errors import HostMemoryError, InvalidValueError
-from speedtransfer.page_cache import PagesStayError
+from speedtransfer.page_cache import PagesStayError, share_in_memory
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
@@ -286,12 +286,12 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
     assert len(tables.files.files) == len(file.planes)
     for table in (file, in_memory):
         table.scatter([5], torch.full((1, DIM), 3.0))
-    assert tables.files.share_in_memory() > 0.9
+    assert share_in_memory(file.block for file in tables.files.files) > 0.9
     tables.drop_pages()
-    assert tables.files.share_in_memory() < 0.01
+    assert share_in_memory(file.block for file in tables.files.files) < 0.01
     assert all(torch.equal(file.stored(name), in_memory.stored(name)) for name in file.planes)
     assert not list(tmp_path.glob("speedtransfer-*")), "nothing stays behind, whatever happens"
-    monkeypatch.setattr(TableFiles, "share_in_memory", lambda self: 0.5)
+    monkeypatch.setattr("speedtransfer.page_cache.share_in_memory", lambda blocks: 0.5)
     with pytest.raises(PagesStayError, match=r"50% of the pages .* TMPDIR"):
         tables.drop_pages()
 

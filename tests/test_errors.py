@@ -102,7 +102,7 @@ st.Embedding(10, 4, padding_idx=0.0) -> InvalidTypeError: padding_idx is 0\.0 \(
 st.EmbeddingBag(10, 4, padding_idx="0") -> InvalidTypeError: padding_idx is '0' \(str\)
 st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]) -> InvalidTypeError: padding_idx of feature '0' is '0'
 st.MultiEmbedding(10, 4) -> InvalidTypeError: num_embeddings is 10 but must be several; pass one for each
-st.Embedding(3, 2, memory="mmap", path=3) -> InvalidTypeError: path is a int but must be the path of a file
+st.Embedding(3, 2, memory="mmap", path=3) -> InvalidTypeError: path is 3 \(int\) but must be the path of a file
 st.Table(3, 2).init_("normal") -> InvalidTypeError: function is 'normal' but must take a chunk of rows
 st.Table(3, 2).init_(torch.nn.init.xavier_uniform_) -> InvalidValueError: xavier_uniform_, which looks at all rows
 st.NgramHash(rows=10, orders="23") -> InvalidTypeError: orders is '23' \(str\) but must be a number or
@@ -110,7 +110,7 @@ st.NgramHash(rows=10, eos="</s>") -> InvalidTypeError: eos is '</s>' \(str\) but
 st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the meta device
 st.Embedding(10, 4)(META) -> InvalidTypeError: index is on the meta device, which has no values
 with_vocabulary(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
-st.Changes.load(3) -> InvalidTypeError: path is a int but must be the path of a file
+st.Changes.load(3) -> InvalidTypeError: path is 3 \(int\) but must be the path of a file
 st.equal_steps(3) -> InvalidTypeError: loader is 3 \(int\) but must be an iterable of batches
 st.plan((9, 4), scale_block=[1]) -> InvalidTypeError: scale_block is \[1\] \(list\)
 st.to_dense(st.Embedding(3, 2), device=0.5) -> InvalidTypeError: device is 0.5 but must be a torch.device

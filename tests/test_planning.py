@@ -202,7 +202,7 @@ def test_data_is_json_and_complete(tmp_path):
     assert [size["share"] for size in data["cache"]] == sorted(size["share"] for size in data["cache"])
     with pytest.raises(StorageError):
         plan.draw(tmp_path / "none" / "plan.png")
-    with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a picture"):
+    with pytest.raises(InvalidTypeError, match=r"path is \S+ \(int\) but must be the path of a picture"):
         plan.draw(3)
 
 

@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 # --- published ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", published_machines(), ids=lambda m: m.name)
+@pytest.mark.parametrize("machine", published_machines().values(), ids=lambda m: m.name)
 def test_each_has_what_a_gpu_has_with_a_source_and_a_year(machine):
     for name in ("device_bytes", "device_bytes_per_s", "link", "link_up_bytes_per_s", "link_down_bytes_per_s"):
         assert getattr(machine, name) is not None, name
@@ -117,7 +117,7 @@ def test_the_examples():
     assert machine.device_bytes == machine_given("h100-pcie").device_bytes
     assert machine.link_up_bytes_per_s == machine_given("h100-pcie").link_up_bytes_per_s / 2
     prices = read_prices(ROOT / "examples" / "prices.yaml")
-    assert {each.name for each in prices.values()} <= {machine.name for machine in published_machines()}
+    assert {each.name for each in prices.values()} <= {machine.name for machine in published_machines().values()}
     assert all(each.source and "://" in each.source and len(each.date) >= 4 for each in prices.values())
 
 
@@ -234,10 +234,10 @@ def test_rates_of_a_disk(small, tmp_path, monkeypatch):
         pytest.skip("the folder of tests lives in memory")
     assert 1e3 < rate < 1e13
     assert not list(tmp_path.iterdir()), "the file had no name"
-    monkeypatch.setattr(module, "pages_in_memory", lambda block, start: (1, 2))
+    monkeypatch.setattr("speedtransfer.page_cache.share_in_memory", lambda blocks: 0.5)
     machine = this_machine(tmp_path, rates=["disk"])
     assert machine.disk_bytes_per_s is None
-    assert any("50% of the file's pages stay in memory after they were dropped" in note for note in machine.notes)
+    assert any("50% of the pages stay in memory after they were dropped" in note for note in machine.notes)
 
 
 # --- machines in order: by a step's time, bandwidth or price, each with the best configuration on it ------------------

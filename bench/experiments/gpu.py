@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity
 from warm_steps import Form, Sizes, Step, Words
 
 from speedtransfer.benchmark.environment import host_room
-from speedtransfer.benchmark.measure import Group, synchronize
+from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult
-from speedtransfer.cuda import pinned_empty, resolve_device
+from speedtransfer.cuda import pinned_empty, resolve_device, synchronize
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.fused_step import SWITCH

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import speedtransfer as st
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.errors import StorageError
 from speedtransfer.planning.footprint import Form
 from speedtransfer.planning.hosts import Hosts, Link, shared_by
@@ -170,9 +171,7 @@ def _steps_of(case: Case, steps: int, group: Any) -> list[float]:
         if group is not None:
             dist.barrier()
         start = time.perf_counter()
-        sum(module(each).sum() for module, each in zip(modules, ids, strict=True)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(sum(module(each).sum() for module, each in zip(modules, ids, strict=True)), optimizer)
         found.append(time.perf_counter() - start)
     return found[_WARM:]
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import speedtransfer as st
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.units import format_share
 
@@ -184,9 +185,7 @@ class Model:
         """Train on users (n,) and their items followed by n others."""
         wanted, other = self.items(items).view(2, len(users), -1)
         loss = F.softplus((self.users(users) * (other - wanted)).sum(1)).mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        take_step(loss, self.optimizer)
         self.losses.append(loss.detach())
 
     def weights(self) -> Weights:

@@ -23,10 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.measure import Case, Group, synchronize
+from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.memory import in_process, peak_of
+from speedtransfer.benchmark.precision import MAX_LOSS_RATIO  # for forms with float32 weights
 from speedtransfer.benchmark.report import show_figure, show_held, show_time
 from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.training_step import take_step
+from speedtransfer.cuda import synchronize
 from speedtransfer.errors import DeviceError, SpeedtransferError
 from speedtransfer.nn import Embedding
 from speedtransfer.system import cpu_features
@@ -48,7 +51,6 @@ COLUMNS = {
     "accuracy": show_figure(ACCURACY, "{:.1f}%", 100),
     "not trained through, for the seconds that it would take": show_figure(WOULD_TAKE, "{:.1f}"),
 }
-MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights
 # Limits beyond which a form is not trained through.
 _MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
 _EVALUATED_AT_ONCE, _LR_BATCH = 2048, 128  # a learning rate is that of this batch size
@@ -216,10 +218,7 @@ class Training:
             self._begin()
         windows = next(self._batches)
         loss = F.cross_entropy(self._logits(windows[:, :-1]), windows[:, -1])
-        self.scaler.scale(loss).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        take_step(loss, self.optimizer, scaler=self.scaler)
 
     def _begin(self) -> None:
         self.memory.update(memory_of(self.form, self.sizes, self.batch, self.device))

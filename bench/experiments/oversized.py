@@ -23,14 +23,15 @@ import torch
 from torch import Tensor, nn
 
 import speedtransfer as st
+from speedtransfer.benchmark.cold_tables import fill
 from speedtransfer.benchmark.contenders import UnfilledEmbedding
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.benchmark.workload import spread
 from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.ranks.zipf import draw_ids
-from speedtransfer.tables import plane_chunks
 
 NOTE = (
     "Float32 rows of 64 with AdamW's state, with idle='exact' and layout='rows' in a file without a name, so that a row is in "
@@ -53,7 +54,6 @@ COLUMNS = {
 }
 _WIDTHS = {0: "the rows alone", 1024: "a network of width 1,024 on the rows"}
 _STATES = 2  # of AdamW
-_CHUNK = 1 << 14  # rows with values of their own
 _TURNS, _UNTIMED, _TIMED = 4, 5, 20  # steps of a stretch
 _WARM_STRETCHES = 4  # after the rows used most
 _HOT, _HOT_STEP = 400_000, 8192  # rows used most, which are trained first, so many a step; a cache has as many
@@ -171,26 +171,12 @@ def _ids(rows: int, hot: int, stretches: int, seed: int) -> list[Tensor]:
     return [begun, *spread(torch.from_numpy(drawn), rows).view(stretches, -1, EXAMPLES, FIELDS)]
 
 
-def _made(rows: int, **options: Any) -> st.Embedding:
-    return UnfilledEmbedding(rows, DIM, device="cpu", layout="rows", **options)
-
-
-def _filled(emb: st.Embedding, used: Tensor | None = None) -> torch.optim.Optimizer:
-    """Write all rows with their state, or with those of the rows `used` of a larger table; return the optimizer."""
+def _made(rows: int, used: Tensor | None = None, **options: Any) -> tuple[st.Embedding, torch.optim.Optimizer]:
+    """Return a table with its optimizer, all rows written, or the rows `used` of a larger one."""
+    emb = UnfilledEmbedding(rows, DIM, device="cpu", layout="rows", **options)
     optimizer = torch.optim.AdamW(emb.parameters())
-    emb(torch.zeros(1, dtype=torch.int64)).sum().backward()  # adds the planes of state
-    optimizer.step()
-    optimizer.zero_grad()
-    emb.table.wait()  # a cache has no rows, now that planes are written to
-    values = torch.rand(_CHUNK, DIM, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
-    planes = [plane for plane in map(emb.table.stored, emb.table.planes) if plane.shape[1] == DIM]
-    # All planes of a row at once: they may share its page.
-    for part in plane_chunks(planes[0]):
-        numbers = torch.arange(part.start, part.stop) if used is None else used[part]
-        for plane in planes:
-            plane[part] = values[numbers % _CHUNK]
-    emb.table.flush()
-    return optimizer
+    fill(emb, optimizer, used)
+    return emb, optimizer
 
 
 def _moved() -> tuple[int, int]:
@@ -220,10 +206,7 @@ def _train(
         for each in batches:
             rows = emb(each).flatten(1)
             loss = (network(rows) if width else rows).square().mean()
-            loss.backward()
-            for one in (optimizer, other) if width else (optimizer,):
-                one.step()
-                one.zero_grad()
+            take_step(loss, *((optimizer, other) if width else (optimizer,)))
             losses.append(loss.item())
             start, began = time.perf_counter(), start
             taken.append(start - began)
@@ -248,14 +231,12 @@ def train_in(
     if IN_MEMORY in cases:
         used, inverse = torch.cat([stretch.flatten() for stretch in ids]).unique(return_inverse=True)
         parts = inverse.split([stretch.numel() for stretch in ids])
-        emb = _made(len(used), memory="pageable")
         ids = [part.view_as(stretch) for part, stretch in zip(parts, ids, strict=True)]
-        return _train(emb, _filled(emb, used), ids, cases)
+        return _train(*_made(len(used), used, memory="pageable"), ids, cases)
     cache: dict[str, Any] = {}
     if CACHED in cases:
         counts = torch.zeros(rows, dtype=torch.uint8)
         counts[spread(torch.arange(hot), rows)] = 1
         cache = {"cache_rows": hot, "cache_counts": counts}
     with _held_to(limit_gb):
-        emb = _made(rows, memory="mmap", path=folder, **cache)
-        return _train(emb, _filled(emb), ids, cases)
+        return _train(*_made(rows, memory="mmap", path=folder, **cache), ids, cases)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.nn import Embedding
 from speedtransfer.nn.sizing import table_size
 
@@ -126,9 +127,7 @@ def train(options: dict[str, Any], settings: Settings, seed: int, device: torch.
         return ((left(some.left) * right(some.right)).sum(1) - some.value).square().mean()
 
     for some in itertools.islice(_batches(entries, settings, seed), settings.steps):
-        loss_of(some).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss_of(some), optimizer)
         schedule.step()
     with torch.no_grad():
         return float(loss_of(entries))

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 import speedtransfer as st
-from speedtransfer.benchmark.measure import Group, synchronize
+from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
+from speedtransfer.cuda import synchronize
 from speedtransfer.ranks.zipf import draw_ids
 
 NOTE = (
@@ -80,9 +82,7 @@ def _measure(rows: int, idle: Any, device: torch.device, seed: int) -> list[Case
     def step() -> float:
         ids = torch.from_numpy(draw_ids(rows, EXPONENT, IDS, draw)).to(device)
         start = time.perf_counter()
-        (emb(ids) @ head).square().mean().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step((emb(ids) @ head).square().mean(), opt)
         synchronize(device)
         return time.perf_counter() - start
 

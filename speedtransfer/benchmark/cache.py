@@ -9,12 +9,13 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
-from speedtransfer.benchmark.measure import Case, Group, synchronize
+from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.benchmark.workload import spread, zipf_ids
+from speedtransfer.cuda import synchronize
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks.zipf import expected_cached, expected_unique
@@ -75,7 +76,8 @@ class _Runs:
             emb = Embedding(self._rows, DIM, memory="pinned", device=self._device, idle="lazy", **self._cache)
             made = emb, torch.optim.AdamW(emb.parameters(), fused=True)
         # The most probable rows first, which fill the slots of the cache.
-        self._step(*made, spread(torch.arange(int(max(SHARES) * self._rows)), self._rows))
+        emb, optimizer = made
+        take_step(emb(spread(torch.arange(int(max(SHARES) * self._rows)), self._rows)).square().mean(), optimizer)
         self._take(*made, _WARM)
         made[0].table.reset_stats()
         return made
@@ -100,12 +102,7 @@ class _Runs:
 
     def _take(self, emb: Embedding, optimizer: torch.optim.Optimizer, count: int) -> None:
         for _ in range(count):
-            self._step(emb, optimizer, zipf_ids(self._rows, self._lookups, self._generator))
-
-    def _step(self, emb: Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-        emb(ids).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            take_step(emb(zipf_ids(self._rows, self._lookups, self._generator)).square().mean(), optimizer)
 
 
 def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Case]:

@@ -1,8 +1,4 @@
-"""Tables in files without a page in memory, and the same tables in memory: drop pages, verify it, read some of them.
-
-Works without privileges, on Linux: pages of single files are written to the disk, unmapped and dropped, and the rest of the
-page cache stays.
-"""
+"""Tables in files without a page in memory, and the same tables in memory; the rest of the page cache stays."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import functools
 import mmap
 import os
 import tempfile
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,21 +18,17 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.contenders import UnfilledEmbedding
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.nn import Embedding
-from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory
+from speedtransfer.page_cache import PAGE, PagesStayError, drop_pages
 from speedtransfer.tables import Table, page_advice, plane_chunks
-
-_PAGEOUT = 21  # MADV_PAGEOUT, which Python lacks
-_MOST_LEFT = 0.01  # share of the pages that may stay in memory
-_ATTEMPTS = 20
 
 
 class _File(NamedTuple):
-    """The file of a plane: a descriptor of it, its map and the address of that, offset and distance of rows in bytes."""
+    """The file of a plane: a descriptor of it, its map, offset and distance of rows in bytes."""
 
     descriptor: int
     block: mmap.mmap
-    start: int
     offset: int
     stride: int
 
@@ -55,30 +46,12 @@ class TableFiles:
             descriptor = _opened_again(start)
             weakref.finalize(self, os.close, descriptor)
             stride = plane.stride(0) * plane.element_size()
-            self.files.append(_File(descriptor, block, start, plane.data_ptr() - start, stride))
+            self.files.append(_File(descriptor, block, plane.data_ptr() - start, stride))
 
     def drop(self) -> None:
         """Write every page to the disk and drop it; raises PagesStayError if pages stay, as on a file system in memory."""
-        for _ in range(_ATTEMPTS):
-            for file in self.files:
-                # Dirty pages and mapped ones would stay; posix_fadvise drops those that were only read ahead.
-                file.block.flush()
-                file.block.madvise(_PAGEOUT)
-                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            left = self.share_in_memory()
-            if left <= _MOST_LEFT:
-                return
-            # Pages may be held briefly by the system or by a read in progress.
-            time.sleep(0.01)
-        raise PagesStayError(
-            f"{left:.0%} of the pages in {tempfile.gettempdir()!r} stay in memory after they were dropped, so that no disk "
-            "would be measured; name a folder on a disk by TMPDIR"
-        )
-
-    def share_in_memory(self) -> float:
-        """Return the share of the pages of all files that are in memory."""
-        counted = [pages_in_memory(file.block, file.start) for file in self.files]
-        return sum(inside for inside, _ in counted) / max(1, sum(total for _, total in counted))
+        where = f"{tempfile.gettempdir()!r} is no folder on a disk; name one by TMPDIR"
+        drop_pages([(file.descriptor, file.block) for file in self.files], where)
 
     def pages(self, rows: Tensor) -> list[tuple[int, np.ndarray]]:
         """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
@@ -100,6 +73,7 @@ def _opened_again(start: int) -> int:
 
 
 DIM = 64
+_CHUNK = 1 << 14  # rows with values of their own
 
 
 class ColdTables:
@@ -159,15 +133,21 @@ class ColdTables:
 def _made(rows: int, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
     emb = UnfilledEmbedding(rows, DIM, device="cpu", idle="lazy", **options)
     optimizer = torch.optim.AdamW(emb.parameters(), fused=True)
+    fill(emb, optimizer)
+    return emb, optimizer
+
+
+def fill(emb: Embedding, optimizer: torch.optim.Optimizer, used: Tensor | None = None) -> None:
+    """Write all rows and their state, with the values that the rows `used` of a larger table have, if given."""
     # The first step adds the planes of state.
-    emb(torch.arange(min(2, rows))).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    generator = torch.Generator().manual_seed(0)
+    take_step(emb(torch.zeros(1, dtype=torch.int64)).sum(), optimizer)
     # Planes are overwritten below, and a cache must hold nothing newer.
     emb.table.wait()
-    for name in emb.table.planes:
-        plane = emb.table.stored(name)
-        for part in plane_chunks(plane):
-            plane[part] = torch.randn(plane[part].shape, generator=generator).mul_(0.05).square_()
-    return emb, optimizer
+    values = torch.rand(_CHUNK, emb.embedding_dim, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
+    planes = [plane for plane in map(emb.table.stored, emb.table.planes) if plane.shape[1] == emb.embedding_dim]
+    # All planes of a row at once: they may share its page.
+    for part in plane_chunks(planes[0]):
+        numbers = torch.arange(part.start, part.stop) if used is None else used[part]
+        for plane in planes:
+            plane[part] = values[numbers % _CHUNK]
+    emb.table.flush()

@@ -50,11 +50,12 @@ class Contender:
     memory: str = ""
 
 
-class UnfilledEmbedding(Embedding):
-    """Embedding whose rows are left as they are."""
+def unfilled(kind: type[nn.Module]) -> Any:
+    """Return a class of such modules that leave rows as they are: filling gigabytes takes long, and few rows are used."""
+    return type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
 
-    def reset_parameters(self) -> None:
-        """Do nothing: filling many gigabytes takes long, and few rows are used."""
+
+UnfilledEmbedding = unfilled(Embedding)
 
 
 class ZeroEmbedding(nn.Embedding):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role
+from speedtransfer.cuda import synchronize
 from speedtransfer.errors import SpeedtransferError
 
 # How much of the time goes to a group, by whether the run is a quick one.
@@ -180,12 +181,6 @@ def measure(
     for case, found in pairs:
         found.memory, found.figures = dict(case.memory), dict(case.figures)
     return result
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until all work queued on `device` is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def cycle(values: Iterable[Any]) -> Callable[[], Any]:

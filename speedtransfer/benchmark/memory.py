@@ -20,6 +20,7 @@ from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 
 NOTE = (
@@ -120,9 +121,7 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
     if contender.planes > PLANES[optimizer]:  # the dense gradient
         starts = starts[:2]
     for start in starts:
-        emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum(), opt)
     return emb
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import Case, cycle, synchronize
+from speedtransfer.benchmark.measure import Case, cycle
 from speedtransfer.benchmark.results import Role
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
+from speedtransfer.cuda import mapped_view, pinned_empty, synchronize, to_cupy, torch_stream
 from speedtransfer.engines import Direction, Engine, engine_names, gather_rows, make_engine, scatter_rows
 
 # A method to move the rows of one batch. It returns the rows of a gather, and of a plain copy what it has written and read.

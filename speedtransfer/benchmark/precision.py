@@ -15,6 +15,7 @@ from speedtransfer.benchmark.contenders import DIM
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.memory import peak_of
 from speedtransfer.benchmark.report import show_figure, show_held, show_time
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.nn import Embedding
@@ -136,10 +137,7 @@ class _Training:
         with torch.autocast(self.device.type, self._low, enabled=self.form.autocast):
             out = self.model(ids)
         loss = F.binary_cross_entropy_with_logits(out.float(), labels)
-        self._scaler.scale(loss).backward()
-        self._scaler.step(self._opt)
-        self._scaler.update()
-        self._opt.zero_grad()
+        take_step(loss, self._opt, scaler=self._scaler)
         return loss.detach()
 
     def check(self) -> None:

@@ -18,6 +18,7 @@ from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
 from speedtransfer.page_cache import PAGE, read_pages
@@ -134,10 +135,7 @@ class _Runs:
     def _take(self, batches: Iterator[Tensor], count: int) -> None:
         emb, optimizer = self._table()
         for _ in range(count):
-            self.dense.loss(emb(next(batches))).backward()
-            for one in (optimizer, self.dense.optimizer):
-                one.step()
-                one.zero_grad()
+            take_step(self.dense.loss(emb(next(batches))), optimizer, self.dense.optimizer)
 
 
 class _Reads:

@@ -87,6 +87,18 @@ class SmallTables(nn.Module):
 # --- steps --------------------------------------------------------------------------------------------------------------
 
 
+def take_step(loss: Tensor, *optimizers: Any, scaler: Any = None, gradient: Tensor | None = None) -> None:
+    """Go back from `loss`, or from what has this `gradient`, and step, by the GradScaler `scaler` if there is one."""
+    (loss if scaler is None else scaler.scale(loss)).backward(gradient)
+    for optimizer in optimizers:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+
 @dataclass(frozen=True)
 class Task:
     """What is trained: a `model` of an `embed`, a number of rows, and those of them that have values, by default all.
@@ -129,9 +141,7 @@ class TrainingStep:
             self._optimizer = self.contender.optimizer(self.model)
             self._turn = cycle([self.task.checked[0].to(self.task.device)])
         out, grad = self.model(self._turn())
-        out.backward(grad)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        take_step(out, self._optimizer, gradient=grad)
 
     def _take(self, batches: Iterable[Tensor]) -> None:
         for ids in batches:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.cuda import synchronize
 from speedtransfer.ranks.zipf import draw_ids
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table

@@ -234,3 +234,9 @@ class _StreamHandle:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.pointer
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work queued on `device` is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

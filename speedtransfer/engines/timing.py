@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.cuda import synchronize
 from speedtransfer.engines.base import Engine
 from speedtransfer.engines.calibration import DIRECTIONS, Calibration, Point, log, machine_of
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
@@ -78,10 +79,10 @@ def _medians(calls: Mapping[str, Callable[[], object]], device: torch.device, sp
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(_SAMPLES):
         for name, call in calls.items():
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             call()
-            _synchronize(device)
+            synchronize(device)
             samples[name].append(time.perf_counter() - start)
     medians = {name: float(np.median(values)) for name, values in samples.items()}
     spreads += [medians[name] / min(values) for name, values in samples.items()]
@@ -133,8 +134,3 @@ class _Call:
         if not right:
             log.warning("engine %r is left out of the calibration: %s", name, reason)
         return right
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

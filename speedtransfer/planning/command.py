@@ -188,7 +188,7 @@ def plan(
         # What is given is for machines whose own is not known.
         machines = [
             with_memory(each, None if each.host_bytes else host_memory, None if each.disk_bytes else disk)
-            for each in {each.name: each for each in [*published_machines(), *more]}.values()
+            for each in {each.name: each for each in [*published_machines().values(), *more]}.values()
         ]
         how: Any = {"by": by or "time", "devices": devices, "prices": None if prices is None else read_prices(prices)}
         found = rank_machines(workload, forms, machines, dense_s=dense_ms / 1e3, **how)

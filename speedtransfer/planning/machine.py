@@ -182,20 +182,18 @@ def parsed(entry: Mapping[str, Any], key: str, parse: Callable[[Any], Any], labe
 def load_machines(machine: str) -> list[Machine]:
     """Return the machine of a name, in any case, or those of a YAML file (one that is there, or ends in .yaml or .yml)."""
     if machine.lower().endswith((".yaml", ".yml")) or Path(machine).is_file():
-        return list(_machines_of(Path(machine), _published()).values())
-    found = _published().get(machine.lower())
+        return list(_machines_of(Path(machine), published_machines()).values())
+    found = published_machines().get(machine.lower())
     if found is None:
-        raise InvalidValueError(f"machine is {machine!r}, no name and no YAML file{suggest(machine, _published())}")
+        raise InvalidValueError(
+            f"machine is {machine!r}, no name and no YAML file{suggest(machine, published_machines())}"
+        )
     return [found]
 
 
-def published_machines() -> list[Machine]:
-    """Return the machines of which published figures come with this package."""
-    return list(_published().values())
-
-
 @once
-def _published() -> Mapping[str, Machine]:
+def published_machines() -> Mapping[str, Machine]:
+    """Return the machines of which published figures come with this package, by name."""
     return _machines_of(PUBLISHED, {})
 
 

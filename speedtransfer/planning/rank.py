@@ -193,7 +193,7 @@ def rank(
     if devices is not None:
         check_size(devices, "devices", 1)
     prices = prices or {}
-    names = [machine.name.lower() for machine in [*machines, *published_machines()]]
+    names = [machine.name.lower() for machine in [*machines, *published_machines().values()]]
     for key, price in prices.items():
         if key not in names:
             raise InvalidValueError(f"a price is given for {price.name!r}, which is not a machine{suggest(key, names)}")

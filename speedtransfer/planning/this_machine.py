@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.cuda import cuda_status, pinned_empty
+from speedtransfer.cuda import cuda_status, pinned_empty, synchronize
 from speedtransfer.engines.calibration import load
 from speedtransfer.errors import SpeedtransferError, StorageError, format_bytes
-from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read_pages
+from speedtransfer.page_cache import PAGE, PagesStayError, drop_pages, read_pages
 from speedtransfer.planning.machine import Machine
 from speedtransfer.system import available_bytes, physical_bytes
 
+CPU = torch.device("cpu")
 COPY_BYTES = 256 << 20
 _BUDGET_S = 0.3
 _FEWEST = 3
@@ -28,7 +29,6 @@ _FEWEST = 3
 _FILE_BYTES, _PIECE_BYTES = 256 << 20, 16 << 20
 _READERS = 64  # reads that the disk has at a time
 _FIRST_PAGES = 1024  # that show how many can be read in time
-_MOST_LEFT = 0.01  # of the pages of the file that may stay in memory
 
 
 def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ()) -> Machine:
@@ -138,7 +138,8 @@ def disk_bytes_per_s(folder: Path) -> float:
     with tempfile.TemporaryFile(dir=folder) as file:
         pages = _write(file.fileno()) // PAGE
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        _drop(file.fileno(), pages * PAGE)
+        with mmap.mmap(file.fileno(), pages * PAGE) as block:
+            drop_pages([(file.fileno(), block)], "run in a folder on a disk")
         order = np.random.default_rng(0).permutation(pages).astype(np.int64)
         # The first pages compile the reads; the next ones show how many can be read in time.
         _seconds_of_reads(file.fileno(), order[:_READERS])
@@ -164,25 +165,13 @@ def _write(descriptor: int) -> int:
     return size
 
 
-def _drop(descriptor: int, num_bytes: int) -> None:
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    with mmap.mmap(descriptor, num_bytes) as block:
-        view = np.frombuffer(block, dtype=np.uint8)
-        start = view.ctypes.data
-        del view  # or the map could not be closed
-        inside, total = pages_in_memory(block, start)
-    if inside > _MOST_LEFT * total:
-        raise PagesStayError(f"{inside / total:.0%} of the file's pages stay in memory after they were dropped")
-
-
-def _best_seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
+def _best_seconds(call: Callable[[], object], device: torch.device = CPU) -> float:
     """Return the least seconds of a call, after a first one, of as many as fit the budget."""
 
     def seconds() -> float:
         start = time.perf_counter()
         call()
-        if device is not None:
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     seconds()

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from speedtransfer.cuda import synchronize
 from speedtransfer.nn import Embedding, EmbeddingBag
 from speedtransfer.nn.sizing import MakeOptimizer
 from speedtransfer.planning.footprint import DEVICE, MMAP, PINNED, Form, size_of, state_planes
@@ -187,10 +188,10 @@ class _Steps:
         begin = time.perf_counter()
         for number in range(_WARM + _MOST):
             ids = self._single(number) if few else self._drawn()
-            self._synchronize()
+            synchronize(self._device)
             start = time.perf_counter()
             self._step(ids)
-            self._synchronize()
+            synchronize(self._device)
             now = time.perf_counter()
             # Where a step takes long, one has warmed up all that matters.
             if number >= _WARM or (number and now - begin > _ALL_S):
@@ -203,10 +204,6 @@ class _Steps:
         """Return ids of one row of each table."""
         rows = [(number * 1_000_003) % module.num_embeddings for module in self._modules]
         return [torch.full((bag,), row, device=self._ids_on) for row, bag in zip(rows, self._bags, strict=True)]
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _drawn(self) -> list[Tensor]:
         found = []
