@@ -19,6 +19,7 @@ from third_party import Lookahead
 import speedtransfer as st
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.nn.sizing import StepBytes, table_size
+from speedtransfer.planning.configurations import make_options
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
     DENSE,
@@ -27,7 +28,6 @@ from speedtransfer.planning.footprint import (
     PINNED,
     Form,
     footprint,
-    memories,
     misfit,
     moved,
     sparse_way,
@@ -113,8 +113,9 @@ def test_the_host_costs_what_was_counted():
 
 def test_what_does_not_fit_is_said_in_words():
     work = workload(rows=1_000_000_000)
-    assert memories(GPU) == ("device", "pinned", "pageable", "mmap")
-    assert memories(Machine("m", host_bytes=1e9)) == ("pageable", "mmap")
+    for machine, tables in ((GPU, ["device", "pinned"]), (Machine("m", host_bytes=1e9), [])):
+        options = make_options(workload(), [Form()], machine)
+        assert [option.memory for option in options if option.is_table] == [*tables, "pageable", "mmap"]
     reason = misfit(footprint(work, Form(), PINNED, GPU), GPU)
     assert reason == "needs 1.54 TB of host memory, 500 GB are available"
     reason = misfit(footprint(work, Form(), DEVICE, GPU), GPU)

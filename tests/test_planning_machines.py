@@ -35,8 +35,8 @@ from speedtransfer.planning.rank import (
     exchange_seconds,
     one_of,
     rank,
-    rank_machines,
     read_prices,
+    step_seconds,
 )
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.workload import make_workload
@@ -296,9 +296,13 @@ def of(rows: int, optimizer: object = "AdamW", batch: int = 1_000_000):
     return make_workload((rows, 64), optimizer_given(optimizer), batch, 4, 0.0, None, "exact")
 
 
+def rank_machines(workload, machines):
+    return rank(machines, lambda machine: step_seconds(workload, [Form()], machine))
+
+
 def test_the_best_configuration_counts():
     narrow = dataclasses.replace(BIG, name="narrow", device_bytes=20e9, link_up_bytes_per_s=1e10)
-    ranking = rank_machines(of(100_000_000), [Form()], [narrow, BIG])
+    ranking = rank_machines(of(100_000_000), [narrow, BIG])
     assert names(ranking) == ["big", "narrow"]
     # 77 GB of planes: on the device of the one, in host memory of the other.
     for memory, machine, found in zip(("device", "pinned"), (BIG, narrow), ranking.ranked, strict=True):
@@ -308,7 +312,7 @@ def test_the_best_configuration_counts():
 
 def test_several_gpus_share_the_rows_out():
     workload = of(100_000_000)
-    found = rank_machines(workload, [Form()], [FOUR]).ranked[0]
+    found = rank_machines(workload, [FOUR]).ranked[0]
     table = workload.tables[0]
     # Uniform ids: 16 million lookups of 4 processes, and of one 4 million.
     share = 1e8 * (1 - (1 - 1e-8) ** 16e6) / (4 * table.unique)
@@ -318,7 +322,7 @@ def test_several_gpus_share_the_rows_out():
     alone = estimate_step(dataclasses.replace(workload, tables=(owned,)), Form(), "device", one_of(FOUR))
     assert found.seconds == pytest.approx(alone.ahead_s + exchange_seconds(FOUR, cost), rel=1e-6)
     assert found.performance == pytest.approx(4 / found.seconds)
-    trained, frozen = (rank_machines(of(1_000_000, how), [Form()], [FOUR]).ranked[0] for how in ("SGD", None))
+    trained, frozen = (rank_machines(of(1_000_000, how), [FOUR]).ranked[0] for how in ("SGD", None))
     assert frozen.seconds < trained.seconds, "frozen tables send no gradients"
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,7 +192,8 @@ def test_a_line_that_changes_on_a_terminal():
     out = io.StringIO()
     with TrainingProgress(console=Console(file=out, force_terminal=True, width=140)) as progress:
         progress.reading(1234)
-        progress.training("epoch 2/5", 0.25, 123_456.0, 2.5, 61.0)
+        state = {"step": 25, "num_steps": 100, "epoch": 2, "epochs": 5, "elapsed_s": 61 / 3, "words_per_s": 123_456.0}
+        progress.training(SimpleNamespace(**state, loss=2.5))
         progress.log("a line")
     for part in ("epoch 2/5", "123,456 words/s", "loss 2.5", "25%", "0:01:01 left", "a line"):
         assert part in out.getvalue()

@@ -11,7 +11,7 @@ from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.lazy import MissingPackageError
-from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
+from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary
 from speedtransfer.word2vec.commands import app
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
@@ -101,7 +101,7 @@ def many():
 
 
 def test_most_similar_is_gensims(many, monkeypatch):
-    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr("speedtransfer.tables.chunks.CHUNK_BYTES", 1)
     offset = many["w5"] - many["w6"]
     for positive, negative in (
         (["w0"], []), (["w1", "w2"], ["w3"]), ([], ["w7"]), (["w8", "w8"], ["w9"]), ([offset, "w9"], []),
@@ -113,7 +113,7 @@ def test_most_similar_is_gensims(many, monkeypatch):
 
 
 def test_other_names_of_gensim(many, monkeypatch):
-    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", 64)
+    monkeypatch.setattr("speedtransfer.tables.chunks.CHUNK_BYTES", 1)
     kv = many.to_gensim()
     assert many.similar_by_word("w3", 20) == many.most_similar("w3", 20)
     assert many.similar_by_vector(many["w5"], 20) == many.most_similar(many["w5"], 20)

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn import Embedding
 from speedtransfer.once import once
@@ -329,9 +330,7 @@ class Training:
         with self._sent:
             for _ in range(count):
                 inputs, targets = (values[self._part] for values in self.batch(self._examples))
-                self.optimizer.zero_grad()
-                (self.model(inputs) - targets).square().mean().backward()
-                self.optimizer.step()
+                take_step((self.model(inputs) - targets).square().mean(), self.optimizer)
 
     @torch.no_grad()
     def loss(self) -> float:

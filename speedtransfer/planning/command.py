@@ -127,7 +127,8 @@ def plan(
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import hosts_given, plan_workload
-    from speedtransfer.planning.rank import as_table, rank_machines, read_prices
+    from speedtransfer.planning.rank import as_table, read_prices, step_seconds
+    from speedtransfer.planning.rank import rank as in_order
     from speedtransfer.planning.workload import make_workload
     from speedtransfer.system import check_writable, replace_file
 
@@ -191,7 +192,7 @@ def plan(
             for each in {each.name: each for each in [*published_machines().values(), *more]}.values()
         ]
         how: Any = {"by": by or "time", "devices": devices, "prices": None if prices is None else read_prices(prices)}
-        found = rank_machines(workload, forms, machines, dense_s=dense_ms / 1e3, **how)
+        found = in_order(machines, lambda each: step_seconds(workload, forms, each, dense_ms / 1e3), **how)
         shown = as_table(found)
     else:
         measured = measure and asked is not None

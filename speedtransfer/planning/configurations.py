@@ -21,7 +21,6 @@ from speedtransfer.planning.footprint import (
     Moved,
     SparseWay,
     footprint,
-    memories,
     misfit,
     moved,
     sparse_way,
@@ -118,7 +117,8 @@ def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, de
     machine.figure("host_bytes" if machine.device is None else "device_bytes")
     sparse = sparse_way(workload)
     torchs = [DENSE] * (not workload.trainer.wants_sparse) + [SPARSE] * (sparse is not None)
-    ways = [(Form(), memory) for memory in torchs] + [(form, memory) for form in forms for memory in memories(machine)]
+    memories = [DEVICE, PINNED] * (machine.device is not None) + [PAGEABLE, MMAP]
+    ways = [(Form(), memory) for memory in torchs] + [(form, memory) for form in forms for memory in memories]
     found = []
     for form, memory in ways:
         need = footprint(workload, form, memory, machine)

@@ -151,11 +151,6 @@ class Moved(NamedTuple):
     weight: float = 0.0
 
 
-def memories(machine: Machine) -> tuple[str, ...]:
-    """Return the memories that a table can live in on a machine."""
-    return (PAGEABLE, MMAP) if machine.device is None else (DEVICE, PINNED, PAGEABLE, MMAP)
-
-
 def active_bytes(workload: Workload, on_gpu: bool) -> float:
     """Return the bytes of the rows of a step, with gradient and state, and of what lookups return and its gradient."""
     planes = state_planes(workload)
@@ -177,7 +172,7 @@ def dense_bytes(workload: Workload) -> float:
 
 
 def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> Footprint:
-    """Return what tables take in one of the `memories`, or as a module of torch.
+    """Return what tables take in one of the memories, or as a module of torch.
 
     A dense ``nn.Embedding`` takes its weights, a gradient of all rows and the optimizer's state; a sparse one weights and
     state, and a gradient of the rows of a step. A table takes what :func:`speedtransfer.nn.sizing.table_size` says, where it

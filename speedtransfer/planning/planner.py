@@ -18,7 +18,6 @@ from speedtransfer.nn.options import Idle
 from speedtransfer.planning.configurations import MEASURED, Option, best_option, code_for, make_options, smallest_option
 from speedtransfer.planning.estimate import Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
-    DENSE,
     MMAP,
     PAGEABLE,
     PINNED,
@@ -206,13 +205,10 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
 
 
 def _trial(option: Option, workload: Workload, device: torch.device) -> float:
-    if option.memory == DENSE:
-        return time_torch(workload, workload.trainer.make, False, device)
-    if option.memory == SPARSE:
-        way = sparse_way(workload)
-        assert way is not None
-        return time_torch(workload, way.make, True, device)
-    return time_tables(workload, option.form, option.memory, device, _folder())
+    if option.is_table:
+        return time_tables(workload, option.form, option.memory, device, _folder())
+    sparse = sparse_way(workload) if option.memory == SPARSE else None
+    return time_torch(workload, workload.trainer.make if sparse is None else sparse.make, sparse is not None, device)
 
 
 def _folder() -> Path:

@@ -222,32 +222,24 @@ def rank(
 # --- by the best configuration ------------------------------------------------------------------------------------------
 
 
-def rank_machines(
-    workload: Workload, forms: Sequence[Form], machines: Sequence[Machine], *, dense_s: float = 0.0, **options: Any
-) -> Ranking:
-    """Return machines in the order of what they give for a workload, each with the configuration that is best on it.
+def step_seconds(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> float:
+    """Return the time of a step in the configuration that is best on a machine, with rows read ahead where that can be.
 
-    A step is one with rows read ahead, where that can be. On several GPUs each takes a batch, and the rows of every table are
-    shared out (``process_group=``), so that torch's own modules are left out there. `dense_s` are the seconds of a step of the
-    rest of the model, `options` those of :func:`rank`.
+    On several GPUs each takes a batch, and the rows of every table are shared out (``process_group=``), so that torch's own
+    modules are left out there. `dense_s` are the seconds of a step of the rest of the model.
     """
-
-    def estimate(machine: Machine) -> float:
-        ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
-        owned = one_share(workload, ranks) if ranks > 1 else workload
-        found = [
-            replace(option, estimate=estimate_step(owned, option.form, option.memory, one))
-            for option in make_options(owned, forms, one, dense_s)
-            if ranks == 1 or option.is_table
-        ]
-        best, seconds = _best(found)
-        if ranks == 1:
-            return seconds
-        counts = counts_of(workload, best.form, ranks)
-        cost = sharded_step(counts, ranks, training=workload.trainer.make is not None)
-        return seconds + exchange_seconds(machine, cost)
-
-    return rank(machines, estimate, **options)
+    ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
+    owned = one_share(workload, ranks) if ranks > 1 else workload
+    found = [
+        replace(option, estimate=estimate_step(owned, option.form, option.memory, one))
+        for option in make_options(owned, forms, one, dense_s)
+        if ranks == 1 or option.is_table
+    ]
+    best, seconds = _best(found)
+    if ranks == 1:
+        return seconds
+    cost = sharded_step(counts_of(workload, best.form, ranks), ranks, training=workload.trainer.make is not None)
+    return seconds + exchange_seconds(machine, cost)
 
 
 def one_of(machine: Machine) -> Machine:

@@ -99,7 +99,14 @@ class Checkpoints(Callback):
                     f"the run in {str(self.path)!r} is one of {before} processes but there are {processes}, which would make "
                     f"other steps; start {before}, or begin a new run in another folder"
                 )
-            self._check_corpus(corpus)
+            saved, self._corpus = self._facts["corpus"], corpus.fingerprint()
+            if saved != self._corpus:
+                said = "{words:,} words, {vocabulary_words:,} distinct".format
+                ours, theirs = said(**self._corpus), said(**saved)
+                raise InvalidValueError(
+                    f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
+                    "choose another checkpoint"
+                )
         if self.own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
             self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
@@ -160,17 +167,6 @@ class Checkpoints(Callback):
         if names and not self.resumes:
             for name in (manifest.NAME, *names):  # the manifest first: without it there is no checkpoint
                 (self.path / name).unlink(missing_ok=True)
-
-    def _check_corpus(self, corpus: Corpus) -> None:
-        self._corpus = corpus.fingerprint()
-        saved = self._facts["corpus"]
-        if saved != self._corpus:
-            said = "{words:,} words, {vocabulary_words:,} distinct".format
-            ours, theirs = said(**self._corpus), said(**saved)
-            raise InvalidValueError(
-                f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
-                "choose another checkpoint"
-            )
 
     def _remove_tables(self, settings: Settings) -> None:
         """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""

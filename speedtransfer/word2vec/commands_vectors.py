@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from speedtransfer import word2vec  # imports its parts when they are used
 from speedtransfer.errors import InvalidValueError, printable
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from speedtransfer.word2vec.vectors import Vectors
 
 _SHOW_UNKNOWN = 20
 
@@ -29,23 +29,15 @@ _TARGET = "Ends in .txt, .vec, .bin, .safetensors, .glove or .kv."
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
-def _load(path: Path, max_words: int | None = None) -> Vectors:
-    from speedtransfer.word2vec.vectors import Vectors
-
-    return Vectors.load(path, max_words)
-
-
-def _unseen(path: Path, words: list[str], known: Vectors) -> dict[str, np.ndarray]:
+def _unseen(path: Path, words: list[str], known: word2vec.Vectors) -> dict[str, np.ndarray]:
     """Return the vectors of those of `words` that only have n-grams; raise one `UnknownWordError` for all without a vector."""
     from speedtransfer.word2vec.formats import NGRAMS, find_vectors
-    from speedtransfer.word2vec.subwords import NgramVectors
-    from speedtransfer.word2vec.vectors import UnknownWordError
 
     file, found = find_vectors(path).with_name(NGRAMS), {}
-    ngrams = NgramVectors.load(file) if file.exists() else None
+    ngrams = word2vec.NgramVectors.load(file) if file.exists() else None
     for word in words:
         if ngrams is not None and word not in known:
-            with contextlib.suppress(UnknownWordError):  # too short to have n-grams
+            with contextlib.suppress(word2vec.UnknownWordError):  # too short to have n-grams
                 found[word] = ngrams[word]
     known[[word for word in words if word not in found]]
     return found
@@ -75,20 +67,18 @@ def evaluate(
 
     from speedtransfer.system import replace_file
     from speedtransfer.text_table import text_table
-    from speedtransfer.word2vec.evaluation import Analogies, Similarity, load_set
-    from speedtransfer.word2vec.evaluation import evaluate as measure
 
     if json_file is not None:
         _check_new(json_file, overwrite)
-    loaded = [load_set(path) for path in sets]  # malformed sets raise before vectors are read
-    known = _load(vectors)
-    results = [measure(known, one, restrict) for one in loaded]
+    loaded = [word2vec.load_set(path) for path in sets]  # malformed sets raise before vectors are read
+    known = word2vec.Vectors.load(vectors)
+    results = [word2vec.evaluate(known, one, restrict) for one in loaded]
     if json_file is not None:
         facts = {"vectors": str(vectors), "restrict": restrict, "sets": [result.as_dict() for result in results]}
         with replace_file(json_file) as file:
             file.write((json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    pairs = [result for result in results if isinstance(result, Similarity)]
+    pairs = [result for result in results if isinstance(result, word2vec.Similarity)]
     if pairs:
         rows = [
             (one.name, f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
@@ -97,7 +87,7 @@ def evaluate(
         columns = "similarity set", "pairs", "left out", "Spearman", "95% interval", "Pearson"
         console.print(text_table(columns, rows))
     for result in results:
-        if isinstance(result, Analogies):
+        if isinstance(result, word2vec.Analogies):
             parts = list[tuple[str, ...]]()
             for part in (*result.sections, result.semantic, result.syntactic, result.total):
                 shown = "-" if part.accuracy is None else f"{part.accuracy:.4f}"
@@ -121,7 +111,7 @@ def nearest(
 
     A word that the corpus did not have gets its vector from its character n-grams.
     """
-    loaded = _load(vectors)
+    loaded = word2vec.Vectors.load(vectors)
     unseen = _unseen(vectors, words, loaded)
     for word in words:
         typer.echo(printable(f"{word}: {_listed(loaded.most_similar(unseen.get(word, word), number))}"))
@@ -139,7 +129,7 @@ def analogy(
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Number of answers.")] = 10,
 ) -> None:
     """A is to B as C is to what? Show the nearest answers, with their cosines."""
-    loaded = _load(vectors)
+    loaded = word2vec.Vectors.load(vectors)
     typer.echo(printable(f"{a} : {b} = {c} : {_listed(loaded.analogy(a, b, c, number))}"))
 
 
@@ -155,7 +145,7 @@ def plot(
 
     _check_new(output, overwrite)
     given = None if words is None else [word.strip() for word in words.split(",") if word.strip()]
-    draw(_load(vectors), output, number, words=given)
+    draw(word2vec.Vectors.load(vectors), output, number, words=given)
     typer.echo(printable(f"picture: {output}"))
 
 
@@ -173,7 +163,7 @@ def convert(
 
     find_format(target)
     _check_new(target, overwrite)
-    loaded = _load(source, max_words)
+    loaded = word2vec.Vectors.load(source, max_words)
     loaded.save(target)
     typer.echo(printable(f"{len(loaded):,} words, dim {loaded.dim}: {target}"))
 

@@ -8,7 +8,6 @@ known it is rewritten in place with the numbers of the vocabulary. Memory holds 
 from __future__ import annotations
 
 import hashlib
-import io
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from speedtransfer.jit import compile_function
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.settings import Settings, settings_of
-from speedtransfer.word2vec.text import POINT, Source, in_all, iter_pieces, name_of, own_part
+from speedtransfer.word2vec.text import POINT, Source, in_all, name_of, own_part
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary, count_together, read_counts
 from speedtransfer.word2vec.walks import read_graph, write_walks
@@ -87,11 +86,9 @@ class Corpus:
             self.vocabulary = count_together(words, counts, *chosen_by, exchange)
         else:
             self.vocabulary = Vocabulary.choose(counts, words.take, *chosen_by)
-        # A space first: a byte order mark there would not be one of a word.
-        joined = io.BytesIO(" ".join(["", *self.vocabulary.words]).encode())
-        kept = [words.number(piece.data) for piece in iter_pieces(joined)]
+        kept = words.number(" ".join(self.vocabulary.words).encode())
         final = np.full(len(words) + 1, _DROPPED, np.int32)
-        final[np.concatenate(kept)] = np.arange(len(self.vocabulary), dtype=np.int32)
+        final[kept] = np.arange(len(self.vocabulary), dtype=np.int32)
         final[LINE_END] = LINE_END
         self.ids, starts = _renumber(ids, final)
         self.starts = None if kind == "text" else starts
@@ -122,10 +119,9 @@ class Corpus:
         words = self.vocabulary.words
         for start in range(0, len(words), CHUNK_IDS):
             vocabulary.update("\n".join(words[start : start + CHUNK_IDS]).encode() + b"\n")
-        vocabulary.update(np.ascontiguousarray(self.vocabulary.counts).tobytes())
+        vocabulary.update(np.ascontiguousarray(self.vocabulary.counts).data)
         for array in [self.ids] if self.starts is None else [self.ids, self.starts]:
-            for start in range(0, len(array), CHUNK_IDS):
-                text.update(np.ascontiguousarray(array[start : start + CHUNK_IDS]).tobytes())
+            text.update(np.ascontiguousarray(array).data)
         if self._exchange is not None:
             text = hashlib.sha256(" ".join(self._exchange.texts(text.hexdigest())).encode())
         digests = {"vocabulary": vocabulary.hexdigest(), "text": text.hexdigest()}

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.tables import tensor_of
+from speedtransfer.tables import row_chunks, tensor_of
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
 _SUGGEST_FOR = 3  # unknown words for which similar ones are suggested
 _SHOW_WORDS = 10
-_ROWS_AT_ONCE = 1 << 18
 _COSINES_AT_ONCE = 1 << 24
 _LOOK_AT = 5  # words among which gensim looks for one that is not a, b or c
 TINY = float(np.finfo(np.float32).tiny)  # a zero vector divided by this is a zero vector: near to nothing
@@ -43,13 +42,21 @@ def check_words(words: Any, name: str = "words") -> list[str]:
     return found
 
 
-def number_words(words: Sequence[str]) -> dict[str, int]:
-    """Return the place of each word; raise where one is there twice."""
-    number_of = {word: number for number, word in enumerate(words)}
-    if len(number_of) != len(words):
-        twice = next(word for number, word in enumerate(words) if number_of[word] != number)
-        raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
-    return number_of
+class Words:
+    """Distinct words, and the row of each."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = check_words(words)
+        self._row_of = {word: row for row, word in enumerate(self.words)}
+        if len(self._row_of) != len(self.words):
+            twice = next(word for row, word in enumerate(self.words) if self._row_of[word] != row)
+            raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __contains__(self, word: object) -> bool:
+        return word in self._row_of
 
 
 def check_counts(counts: Any, num_words: int) -> np.ndarray:
@@ -102,8 +109,7 @@ def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
 def lengths(matrix: np.ndarray) -> np.ndarray:
     """Return the length of each row: float32, shape (num_rows,)."""
     norms = np.empty(len(matrix), dtype=np.float32)
-    for start in range(0, len(matrix), _ROWS_AT_ONCE):  # numpy squares a copy of what it is given
-        some = slice(start, start + _ROWS_AT_ONCE)
+    for some in row_chunks(len(matrix), 4 * matrix.shape[1]):  # numpy squares a copy of what it is given
         norms[some] = np.linalg.norm(matrix[some], axis=1)
     return norms
 
@@ -116,8 +122,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
 def cosines_to(matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray) -> np.ndarray:
     """Return the cosines of all rows, whose lengths are `norms`, to `direction` (of any length): float32, (num_rows,)."""
     cosines, direction = np.empty(len(matrix), dtype=np.float32), unit(direction)
-    for start in range(0, len(matrix), _ROWS_AT_ONCE):
-        some = slice(start, start + _ROWS_AT_ONCE)
+    for some in row_chunks(len(matrix), 4 * matrix.shape[1]):
         cosines[some] = matrix[some] @ direction / np.maximum(norms[some], TINY)
     return cosines
 

@@ -58,10 +58,11 @@ class TrainingProgress:
         """Show that `num_words` words of the corpus have been read."""
         self._show(f"reading: {num_words:,} words")
 
-    def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
-        """Show the state of training: an `epoch` such as "epoch 2/5", the `share` that is done, and how long it goes on."""
-        left = timedelta(seconds=round(left_s))
-        self._show(f"{epoch}  {share:.0%}  {words_per_s:,.0f} words/s  loss {loss:.4g}  {left} left")
+    def training(self, trainer: Any) -> None:
+        """Show how far a :class:`~speedtransfer.word2vec.Trainer` is, and how long it goes on."""
+        share, epoch = trainer.step / trainer.num_steps, f"epoch {trainer.epoch}/{trainer.epochs}"
+        left = timedelta(seconds=round(trainer.elapsed_s * (1 / share - 1)))
+        self._show(f"{epoch}  {share:.0%}  {trainer.words_per_s:,.0f} words/s  loss {trainer.loss:.4g}  {left} left")
 
     def _show(self, text: str) -> None:
         now = time.monotonic()
@@ -87,10 +88,8 @@ class StopOnSignal:
     def __enter__(self) -> StopOnSignal:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                previous = signal.getsignal(number)
-                if previous in (signal.SIG_DFL, signal.default_int_handler):
-                    self._previous[number] = previous
-                    signal.signal(number, self._request)
+                if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                    self._previous[number] = signal.signal(number, self._request)
         return self
 
     def _request(self, number: int, frame: FrameType | None) -> None:

@@ -75,17 +75,12 @@ def find_files(source: Any) -> list[Path]:
         if not found:
             raise StorageError(f"{str(path)!r} does not exist; pass a text file, a folder of them, or -")
         return [file for file in found if not file.is_dir()]
-    files = sorted(
-        file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file() and not _is_hidden(file, path)
-    )
+    names = (file.relative_to(path) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    # What is hidden, or in a hidden folder, is a copy that an editor or notebook keeps.
+    files = sorted(path / name for name in names if not any(part.startswith(".") for part in name.parts))
     if not files:
         raise InvalidValueError(f"folder {str(path)!r} holds no {', '.join(SUFFIXES)} file; pass the files' own folder")
     return files
-
-
-def _is_hidden(file: Path, folder: Path) -> bool:
-    """Tell whether a file, or a folder that it is in within `folder`, is hidden: a copy that an editor or notebook keeps."""
-    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def in_all(exchange: Exchange | None, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:

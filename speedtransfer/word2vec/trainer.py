@@ -232,9 +232,7 @@ class Trainer:
             self.train_step()
             self.elapsed_s += time.perf_counter() - started
             if self.step % LOSS_EVERY == 1 or self.step == self.num_steps:
-                left_s = self.elapsed_s / self.step * (self.num_steps - self.step)
-                epoch = f"epoch {self.epoch}/{self.epochs}"
-                progress.training(epoch, self.step / self.num_steps, self.words_per_s, self.loss, left_s)
+                progress.training(self)
             for callback in callbacks:
                 callback.after_step(self)
 
@@ -304,10 +302,7 @@ def _leave_a_core(device: torch.device) -> Iterator[None]:
     After each of its parallel operations torch's threads go on to spin for a while, on the cores that others have work for.
     """
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
-    torch.set_num_threads(threads - 1)
+    torch.set_num_threads(threads - (device.type == "cpu" and threads > 1))
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from speedtransfer.word2vec.vocabulary import Vocabulary
 __all__ = ["UnknownWordError", "Vectors"]
 
 
-class Vectors:
+class Vectors(lookup.Words):
     """Words and their vectors.
 
     Parameters
@@ -47,25 +47,18 @@ class Vectors:
         matrix = np.asarray(matrix)
         if not np.issubdtype(matrix.dtype, np.floating):
             raise InvalidTypeError(f"matrix holds {matrix.dtype} but vectors are floating-point; pass astype('f4')")
-        self.words = lookup.check_words(words)
+        super().__init__(words)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise InvalidValueError(
                 f"matrix has shape {matrix.shape} but there are {len(self.words)} words; pass one row a word"
             )
         self.matrix = matrix.astype(np.float32, copy=False)
         self.counts = None if counts is None else lookup.check_counts(counts, len(self.words))
-        self._row_of = lookup.number_words(self.words)
 
     @property
     def dim(self) -> int:
         """Vector dimension."""
         return self.matrix.shape[1]
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __contains__(self, word: object) -> bool:
-        return word in self._row_of
 
     def __repr__(self) -> str:
         return f"Vectors({len(self)} words, dim={self.dim})"

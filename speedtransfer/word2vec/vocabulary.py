@@ -19,7 +19,7 @@ from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.system import replace_file
 from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import reading
-from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
+from speedtransfer.word2vec.lookup import Words, check_counts
 from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.tokenise import WordTable, read_words
 
@@ -27,7 +27,7 @@ _WORDS_AT_ONCE = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
 
 
-class Vocabulary:
+class Vocabulary(Words):
     """Words numbered by decreasing frequency; words of equal count in alphabetical order.
 
     Parameters
@@ -44,8 +44,7 @@ class Vocabulary:
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
-        self.words = check_words(words)
-        self._number_of = number_words(self.words)
+        super().__init__(words)
         self.counts = check_counts(counts, len(self.words))
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
@@ -74,12 +73,6 @@ class Vocabulary:
         alphabetical = np.array(sorted(range(len(words)), key=words.__getitem__))
         order = alphabetical[np.argsort(-counts[kept[alphabetical]], kind="stable")][:max_words]
         return cls([words[i] for i in order.tolist()], counts[kept[order]])
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __contains__(self, word: object) -> bool:
-        return word in self._number_of
 
     @property
     def num_words(self) -> int:
