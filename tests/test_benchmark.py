@@ -154,7 +154,7 @@ def small(monkeypatch):
 def drops_pages():
     """Skip a test where pages of files cannot be dropped."""
     try:
-        ColdTables(ROWS, seed=0).files.drop()
+        ColdTables(ROWS, seed=0).drop_pages()
     except PagesStayError as error:
         pytest.skip(str(error))
 
@@ -247,18 +247,19 @@ def test_wrong_rows_of_a_lookup_are_noticed():
 @pytest.mark.slow
 def test_memory_of_a_table_in_a_process_of_its_own():
     """With more rows than one step takes."""
-    taken = memory.measured("speedtransfer, pageable", "AdamW", 50_000, CPU)
+    ours = memory._child, "speedtransfer, pageable", "AdamW"
+    taken = memory.in_process(*ours, 50_000, CPU)
     planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
     assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
     assert taken["device_bytes"] == 0
     with pytest.raises(HostMemoryError, match=r"failed: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"):
-        memory.measured("speedtransfer, pageable", "AdamW", 10**12, CPU)
+        memory.in_process(*ours, 10**12, CPU)
 
 
 def test_what_a_table_may_take(monkeypatch):
     planes, taken = PLANES["AdamW"] * 10_000_000 * ROW_BYTES, [1.06]
     monkeypatch.setattr(
-        memory, "measured", lambda *about: {"host_bytes": int(taken.pop(0) * planes), "device_bytes": 0}
+        memory, "in_process", lambda *about: {"host_bytes": int(taken.pop(0) * planes), "device_bytes": 0}
     )
     group = memory.groups(CPU, False, rows=10_000_000)[0]
     with pytest.raises(AssertionError, match=r"pageable takes .* 6\.0% beyond the 15,3"):
@@ -283,12 +284,12 @@ def tables(tmp_path, monkeypatch):
 def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, monkeypatch):
     file, in_memory = tables.in_file[0].table, tables.in_memory[0].table
     assert file.planes == in_memory.planes == ("weight", "exp_avg", "exp_avg_sq")
-    assert len(tables.files.files) == len(file.planes)
+    assert len(tables.files) == len(file.planes)
     for table in (file, in_memory):
         table.scatter([5], torch.full((1, DIM), 3.0))
-    assert share_in_memory(file.block for file in tables.files.files) > 0.9
+    assert share_in_memory(file.block for file in tables.files) > 0.9
     tables.drop_pages()
-    assert share_in_memory(file.block for file in tables.files.files) < 0.01
+    assert share_in_memory(file.block for file in tables.files) < 0.01
     assert all(torch.equal(file.stored(name), in_memory.stored(name)) for name in file.planes)
     assert not list(tmp_path.glob("speedtransfer-*")), "nothing stays behind, whatever happens"
     monkeypatch.setattr("speedtransfer.page_cache.share_in_memory", lambda blocks: 0.5)

@@ -21,7 +21,7 @@ from speedtransfer.benchmark.contenders import UnfilledEmbedding
 from speedtransfer.benchmark.training_step import take_step
 from speedtransfer.nn import Embedding
 from speedtransfer.page_cache import PAGE, PagesStayError, drop_pages
-from speedtransfer.tables import Table, page_advice, plane_chunks
+from speedtransfer.tables import page_advice, plane_chunks
 
 
 class _File(NamedTuple):
@@ -31,31 +31,6 @@ class _File(NamedTuple):
     block: mmap.mmap
     offset: int
     stride: int
-
-
-class TableFiles:
-    """The files of the planes of a table whose files are read page by page, also those without a name."""
-
-    def __init__(self, table: Table) -> None:
-        self.files = list[_File]()
-        for name in table.planes:
-            plane = table.stored(name)
-            block, start = page_advice.map_of(plane) or (None, 0)
-            if not isinstance(block, mmap.mmap):
-                raise PagesStayError(f"plane {name!r} lies in no file that is read page by page; this needs Linux")
-            descriptor = _opened_again(start)
-            weakref.finalize(self, os.close, descriptor)
-            stride = plane.stride(0) * plane.element_size()
-            self.files.append(_File(descriptor, block, plane.data_ptr() - start, stride))
-
-    def drop(self) -> None:
-        """Write every page to the disk and drop it; raises PagesStayError if pages stay, as on a file system in memory."""
-        where = f"{tempfile.gettempdir()!r} is no folder on a disk; name one by TMPDIR"
-        drop_pages([(file.descriptor, file.block) for file in self.files], where)
-
-    def pages(self, rows: Tensor) -> list[tuple[int, np.ndarray]]:
-        """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
-        return [(file.descriptor, (file.offset + rows.numpy() * file.stride) // PAGE) for file in self.files]
 
 
 def _opened_again(start: int) -> int:
@@ -104,18 +79,33 @@ class ColdTables:
         return _made(self.rows, memory="pageable")
 
     @functools.cached_property
-    def files(self) -> TableFiles:
-        """The files of the first table."""
-        return TableFiles(self.in_file[0].table)
+    def files(self) -> list[_File]:
+        """The files of the planes of the first table, which have no name."""
+        table, found = self.in_file[0].table, list[_File]()
+        for name in table.planes:
+            plane = table.stored(name)
+            block, start = page_advice.map_of(plane) or (None, 0)
+            if not isinstance(block, mmap.mmap):
+                raise PagesStayError(f"plane {name!r} lies in no file that is read page by page; this needs Linux")
+            descriptor = _opened_again(start)
+            weakref.finalize(self, os.close, descriptor)
+            stride = plane.stride(0) * plane.element_size()
+            found.append(_File(descriptor, block, plane.data_ptr() - start, stride))
+        return found
 
     def drop_pages(self) -> None:
-        """Drop all pages of the file, after reads in progress."""
+        """Drop all pages of the files, after reads in progress; raises PagesStayError if pages stay."""
         if self.in_flight is not None:
             with torch.no_grad():
                 for ids in self.in_flight:
                     self.in_file[0](ids)
             self.in_flight = None
-        self.files.drop()
+        where = f"{tempfile.gettempdir()!r} is no folder on a disk; name one by TMPDIR"
+        drop_pages([(file.descriptor, file.block) for file in self.files], where)
+
+    def pages(self, rows: Tensor) -> list[tuple[int, np.ndarray]]:
+        """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
+        return [(file.descriptor, (file.offset + rows.numpy() * file.stride) // PAGE) for file in self.files]
 
     def ids(self, *shape: int) -> Tensor:
         """Draw uniform ids, no two of a call in one page as long as there are enough pages."""

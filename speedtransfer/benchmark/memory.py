@@ -63,7 +63,7 @@ def _measured(device: torch.device, optimizer: str, rows: int, quick: bool) -> l
         case, planes = CaseResult(contender.name, contender.role, 0), contender.planes * rows * ROW_BYTES
         found.append(case)
         try:
-            memory = measured(contender.name, optimizer, rows, device)
+            memory = in_process(_child, contender.name, optimizer, rows, device)
         except HostMemoryError as error:
             case.error = str(error)
             continue
@@ -80,11 +80,6 @@ def _measured(device: torch.device, optimizer: str, rows: int, quick: bool) -> l
             assert taken <= most, f"{contender.name} takes {excess}"
         case.memory = memory
     return found
-
-
-def measured(contender: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
-    """Measure ``{"host_bytes": ..., "device_bytes": ...}`` of a table in its own process."""
-    return in_process(_child, contender, optimizer, rows, device)
 
 
 # --- the process --------------------------------------------------------------------------------------------------------

@@ -148,9 +148,8 @@ class _Reads:
         self.tables.drop_pages()
 
     def run(self) -> None:
-        files = self.tables.files
         rows = self.tables.ids(self.sizes.steps * self.sizes.examples * FIELDS)
-        read_pages(files.pages(rows), self.threads)
+        read_pages(self.tables.pages(rows), self.threads)
 
 
 def _cases(tables: ColdTables, width: int, sizes: Sizes) -> list[Case]:
