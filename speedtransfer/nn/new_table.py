@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +10,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.encoding import SPLIT24
-from speedtransfer.errors import InvalidValueError, ProcessGroupError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.given_table import handle_of_table
 from speedtransfer.nn.new_rows import NewRows
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary
 from speedtransfer.nn.patches import install
 from speedtransfer.once import once
-from speedtransfer.optim import Handle, Rows, Sharded, SharedOwners, VocabularyIds
+from speedtransfer.optim import Handle, Sharded, SharedOwners, VocabularyIds
 from speedtransfer.ranks import Exchange, Interleaved, Partition, as_int64, exchange_of
 from speedtransfer.tables import Table, row_chunks
 
@@ -91,7 +90,9 @@ def make_handle(
 
 def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handle:
     options, vocabulary, weight = new.options, new.options["vocabulary"], new.weight
-    rows = _in_all(exchange, new.check, new.make)
+    # Checked before there is memory, which processes of one host make together.
+    about = exchange.in_all("makes a table", new.check, str)
+    rows = exchange.in_all("makes a table", new.make, lambda _: about)
     # The seeds of processes may differ: those of rank 0 are used.
     seeds = [rows.seed] if vocabulary is None else [rows.seed, vocabulary.seed]
     told = exchange.agree("makes a table", [*map(as_int64, seeds), 0 if weight is None else _sign(weight)])
@@ -120,34 +121,6 @@ def _sign(weight: Tensor) -> int:
     """Return a number that differs where some rows of a weight do, as where only rank 0 has loaded a model."""
     some = weight.detach()[torch.linspace(0, max(len(weight) - 1, 0), min(len(weight), 64), device="cpu").long()]
     return zlib.crc32(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-
-
-def _in_all(exchange: Exchange, check: Callable[[], str], make: Callable[[], Rows]) -> Rows:
-    """Return ``make()`` after ``check()``, which returns what must be the same in all processes. Collective.
-
-    Raises
-    ------
-    ProcessGroupError
-        It is not the same, or another process has raised.
-    """
-    rows: Rows | None = None
-    error: Exception | None = None
-    about = ""
-    # Checked before there is memory, which processes of one host make together.
-    for is_checked in (False, True):
-        try:
-            if is_checked:
-                rows = make()
-            else:
-                about = check()
-        except ProcessGroupError:
-            # Raised in all.
-            raise
-        except Exception as raised:
-            error = raised
-        exchange.agree_on_error("makes a table", error, about)
-    assert rows is not None
-    return rows
 
 
 @once

@@ -88,22 +88,19 @@ class ShardedTable:
             A row is given twice, by one process or by several; nothing has been written.
         """
         handle, owners = self._handle, self._owners
-        error: Exception | None = None
-        ids = torch.empty(0, dtype=torch.int64, device=handle.table.device)
-        values = torch.empty(0, self.dim, dtype=handle.rows.dtype, device=handle.table.device)
-        try:
+
+        def check() -> tuple[Tensor, Tensor]:
             ids, shape, _ = as_index(index, self.num_rows, handle.table.device)
             owners.check_rows(ids)
-            values = torch.as_tensor(rows).to(values)
+            values = torch.as_tensor(rows).to(handle.table.device, handle.rows.dtype)
             if tuple(values.shape) != (*shape, self.dim):
                 raise InvalidValueError(
                     f"rows are {tuple(values.shape)} but index is {tuple(shape)} and the table has {self.dim} columns; pass "
                     f"rows of shape {(*shape, self.dim)}"
                 )
-            values = values.reshape(len(ids), self.dim)
-        except Exception as raised:
-            error = raised
-        owners.exchange.agree_on_error("writes rows", error, str(handle))
+            return ids, values.reshape(len(ids), self.dim)
+
+        ids, values = owners.exchange.in_all("writes rows", check, lambda _: str(handle))
         owners.changes += 1
         local, values = owners.lookups.to_owners(ids, values)
         twice = len(local) - len(local.unique())

@@ -262,20 +262,18 @@ def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
 
 def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any]) -> None:
     """Give the rows state for `optimizer`; in all processes that train them, or in none."""
-    error: BaseException | None = None
-    try:
+
+    def begin() -> None:
         give_state(handle, optimizer, group, probe_optimizer(optimizer, group, handle.param, handle.sparse))
         if handle.rows.own is not None and handle.rows.lag is not None:
             # Now, that no process fills it while another writes to it.
             handle.rows.mark_steps()
-    except Exception as raised:
-        error = raised
+
     if handle.owners.is_alone:
-        if error is not None:
-            raise error
+        begin()
         return
     try:
-        handle.owners.exchange.agree_on_error("begins to train", error, described(handle))
+        handle.owners.exchange.in_all("begins to train", begin, lambda _: described(handle))
     except BaseException:
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.drop_state("another process could not begin to train it")

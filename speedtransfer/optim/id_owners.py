@@ -226,16 +226,7 @@ class RankIdOwners(IdOwners):
         return owned
 
     def together(self, call: Callable[[], Any]) -> Any:  # noqa: D102
-        result, error = None, None
-        try:
-            result = call()
-        except Exception as raised:
-            error = raised
-        try:
-            self._exchange.agree_on_error("writes rows", error, str(self.handle))
-        finally:
-            error = None
-        return result
+        return self._exchange.in_all("writes rows", call, lambda _: str(self.handle))
 
     def to_all(self, ids: np.ndarray, values: Tensor) -> Tensor:  # noqa: D102
         return of_owners(self._exchange, torch.from_numpy(self.owners(ids)), values)

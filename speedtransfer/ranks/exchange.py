@@ -8,15 +8,17 @@ import secrets
 import socket
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError
+
+T = TypeVar("T")
 
 # What ranks do when they meet. The number of one is part of each message, so that ranks out of step are told so.
 POINTS = (
@@ -261,6 +263,24 @@ class Exchange:
                 f"rank {int(told[:, 0].argmax())} failed where it {point} (its own message says why), so no other went on"
             )
         self.check_same(told[:, 1], point, about)
+
+    def in_all(self, point: str, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:
+        """Return what `do` returns; raise in all processes where it raises in one, or what it is `about` differs. Collective.
+
+        A ProcessGroupError is one that all have raised.
+        """
+        error: Exception | None = None
+        try:
+            result = do()
+        except ProcessGroupError:
+            raise
+        except Exception as raised:
+            error = raised
+        try:
+            self.agree_on_error(point, error, about(result) if error is None else "")
+        finally:
+            error = None
+        return result
 
     def move(self, kind: str, segments: Sequence[Segment]) -> list[Tensor]:
         """Send the values of each segment and return those received, each ``(sum of receives, width)``, in rank order.

@@ -84,16 +84,8 @@ def find_files(source: Any) -> list[Path]:
 
 
 def in_all(exchange: Exchange | None, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:
-    """Return what `do` returns; raise in all processes where it raises in one, or what it is `about` differs."""
-    if exchange is None:
-        return do()
-    try:
-        result = do()
-    except Exception as error:
-        exchange.agree_on_error(POINT, error)
-        raise
-    exchange.agree_on_error(POINT, None, about(result))
-    return result
+    """Return what `do` returns, as `Exchange.in_all` where there are several processes."""
+    return do() if exchange is None else exchange.in_all(POINT, do, about)
 
 
 def own_part(source: Source, exchange: Exchange) -> Source:
