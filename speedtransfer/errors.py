@@ -98,7 +98,7 @@ def check_path(path: object, name: str = "path", what: str = "a file", more: str
         raise InvalidTypeError(f"{name} is {path!r} ({kind}) but must be the path of {what}; pass one{more}")
     check_no_url(path, name)
     if not os.fspath(path) or "\0" in os.fsdecode(path):
-        raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass that of {what}")
+        raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass the path of {what}")
     return Path(path)
 
 
