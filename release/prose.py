@@ -22,7 +22,7 @@ TURNS = [
     (r"\bNumbers in a vector\b|\bNegatives a pair\b", "dimension; negative samples per pair", 0),
     (r"\bthe first so many\b|\bonly so many\b", "the first N", 1),
     (r"\bmend (it|them)\b", "fix", 0),
-    (r"(?<![a-z,;:] )\bOf (?!course)[a-z]+ (?!of )", "a sentence with a verb, or 'in', 'with'", 165),
+    (r"(?<![a-z,;:] )\bOf (?!course)[a-z]+ (?!of )", "a sentence with a verb, or 'in', 'with'", 162),
 ]
 
 

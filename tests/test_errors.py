@@ -95,6 +95,13 @@ st.Embedding(4, 2, memory="pinned") -> RuntimeError: pinned
 st.Embedding(4, 2, memory="mmap") -> ValueError: path
 st.Embedding(4, 2, idle="lasy") -> ValueError: did you mean 'lazy'
 st.Embedding(4, 2, dtype=torch.complex64) -> TypeError: complex64
+st.Embedding(4, 2, dtype="float16") -> InvalidTypeError: dtype is 'float16' but a table holds one of torch's
+st.EmbeddingBag(4, 2, dtype="half", vocabulary=st.Vocabulary()) -> InvalidTypeError: dtype is 'half' but a table holds
+st.Embedding.from_pretrained(st.Table(4, 2), dtype="split24", memory="device") -> InvalidTypeError: dtype is 'split24' but
+st.Embedding(1, 2, _weight=[[1.0, 2.0]]) -> InvalidTypeError: the weight given is a list but must be a tensor or a Table
+st.MultiEmbedding.from_modules([3, 4]) -> InvalidTypeError: '0' is a int, whose own way
+st.MultiEmbedding.from_modules(3) -> InvalidTypeError: modules is a int but must be several; pass a list, or a dict
+st.replace_embeddings(nn.Embedding(9, 2), 0, vocabulary=True) -> InvalidTypeError: vocabulary is a bool but must be
 st.Embedding(4, 2, _weight=torch.zeros(3, 2)) -> ValueError: shape \(3, 2\)
 st.Embedding(10, 4, device="gpu") -> InvalidValueError: device is 'gpu' but .* a CPU or CUDA device
 st.Embedding(10, 4, device=99) -> DeviceError: 'cuda:99'

@@ -145,6 +145,8 @@ def test_code_of_sizes_runs(optimizer, tmp_path, monkeypatch):
         names: dict[str, object] = {"st": st, "torch": torch}
         exec(option.code, names)
         assert names["users"].weight.shape == (50, 8)
+        assert (optimizer is not None) == names["users"].weight.requires_grad
+        assert "_freeze" not in option.code
         assert names["table_class"].weight.shape == (20, 4)
         if option.is_table:
             assert names["users"].table.memory == option.memory
@@ -382,6 +384,10 @@ SIZES --comm-dtype in8 -> --comm-dtype is 'in8', not one of its values; did you 
 SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
 SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
 RANKED --hosts 4 --link IB -> --rank is given with --hosts
+SIZES --machine h200 -> --machine is given with --ranks
+SIZES --host-memory 0 -> --host-memory is given with --ranks
+SIZES --scale-block 64 -> scale_block is 64 but storage_dtype is None, and only float8 rows have blocks
+TABLE --lookups 2.5 -> --lookups is 2.5 but must be a whole number from 1 on, or with --batch any; pass for instance 65536
 TABLE --hosts 2 --link IB -> --hosts is given without the lookups of a step
 TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is torch.int8, and only float8 rows have blocks

@@ -107,15 +107,15 @@ read("a b c\n", kind="graph") -> InvalidValueError: line 1 of .* has the weight 
 read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the weight '0' but a weight is a finite number
 read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
-Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no' and 'count', no word and count
-Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
+Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 .* word 'no' and the count 'count' but .*fix
+Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .* but must be a word and a count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
 read("a b", vocabulary=file("c.tsv", "")) -> StorageError: 'c.tsv' is empty; pass a table of words and counts
 read("a b", vocabulary=file("c.tsv", f"a\t{1 << 62}\nb\t{1 << 62}\n")) -> StorageError: counts 9,223,372,036,854,775,808 words
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t2\na\t3\n")) -> StorageError: line 3 of 'c.tsv' has the word 'a' again; add up
 read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of 'c.tsv' counts 'b' 0 times; leave it out
-read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count
-read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 of 'c.tsv' is 'new york' and 3, no word
+read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is the word 'a' and the count '-3' but
+read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 .* the word 'new york' and the count 3 but
 read("a b", vocabulary=file("c.tsv", "a\t3\nb\t9\n")) -> InvalidValueError: min_count=5 leaves 1 of 2 .* pass min_count=3 or
 load_set("no") -> StorageError: cannot read .*check the path
 load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff

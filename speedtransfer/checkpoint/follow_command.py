@@ -11,11 +11,11 @@ import typer
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, printable
 
-_FOLLOWS, _MISSING = "where the one before ends", "elsewhere: one is missing"
+_FOLLOWS, _MISSING = "where the one before ends", "elsewhere: one is missing, or there twice"
 
 
 def follow(
-    folder: Annotated[Path, typer.Argument(help="A folder of files that st.save_delta has written.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Files that st.save_delta has written.")],
     pattern: Annotated[str, typer.Option(help="Which files; their order is that of their names.")] = "*.safetensors",
 ) -> None:
     """List the deltas in FOLDER, in the order of their names: how old, how many rows, and where one is missing.

@@ -203,8 +203,8 @@ class MultiEmbedding(FeatureModules, TableModule):
     def _traits(cls, name: str, module: Any) -> dict[str, Any]:
         """Return what the modules of one table have in common; raise unless `module` is one that can be replaced."""
         of, ours = cls._replaces
-        is_own = "forward" in vars(module) or type(module).forward not in (of.forward, ours.forward)
-        if not isinstance(module, of) or is_own:
+        is_own = not isinstance(module, of) or "forward" in vars(module)
+        if is_own or type(module).forward not in (of.forward, ours.forward):
             raise InvalidTypeError(
                 f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a {cls.__name__} of "
                 f"nn.{of.__name__} modules, and give others tables of their own (replace_embeddings)"
@@ -411,7 +411,8 @@ class MultiEmbedding(FeatureModules, TableModule):
 
 def by_name(values: Any) -> dict[str, Any]:
     """Return `values`, a sequence or a mapping, by name; a sequence has its numbers for names."""
-    if isinstance(values, nn.Module) and not isinstance(values, nn.ModuleDict | nn.ModuleList | nn.Sequential):
+    is_several = isinstance(values, Iterable) and not isinstance(values, nn.Module)
+    if not is_several and not isinstance(values, nn.ModuleDict | nn.ModuleList | nn.Sequential):
         raise InvalidTypeError(
             f"modules is a {type(values).__name__} but must be several; pass a list, or a dict, of them"
         )

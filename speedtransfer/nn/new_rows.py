@@ -79,11 +79,7 @@ class NewRows:
         about = ", ".join(f"{name}={value}" for name, value in given.items())
         return f"{self.shape[0]} x {self.shape[1]} {self.dtype}, {about}"
 
-    def _check_vocabulary(self, vocabulary: Any) -> None:
-        if not isinstance(vocabulary, Vocabulary):
-            raise InvalidTypeError(
-                f"vocabulary is a {type(vocabulary).__name__} but must be a speedtransfer.Vocabulary; pass st.Vocabulary(...)"
-            )
+    def _check_vocabulary(self, vocabulary: Vocabulary) -> None:
         if self.options["cache_counts"] is not None:
             raise InvalidValueError(
                 "cache_counts and vocabulary are given, but ids get rows as they come, so that none has counts; leave "

@@ -78,7 +78,7 @@ def takes_options(function: Function) -> Function:
 
 
 def complete(options: TableOptions) -> TableOptions:
-    """Return `options` with defaults for those left out; raise InvalidValueError unless `idle` is one of `IDLE`."""
+    """Return `options` with defaults for those left out; raise unless `idle` is one of `IDLE` and `vocabulary` is one."""
     if "process_group" in options:
         # Given, and maybe None by mistake.
         options = {**options, "process_group": group_of(options["process_group"])}
@@ -86,6 +86,11 @@ def complete(options: TableOptions) -> TableOptions:
     if options["idle"] not in IDLE:
         raise InvalidValueError(
             f"idle is {options['idle']!r}, not one of its values{suggest(str(options['idle']), IDLE)}"
+        )
+    if not isinstance(options["vocabulary"], Vocabulary | None):
+        raise InvalidTypeError(
+            f"vocabulary is a {type(options['vocabulary']).__name__} but must be a speedtransfer.Vocabulary; pass "
+            "st.Vocabulary(...)"
         )
     return options
 

@@ -27,7 +27,7 @@ from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
 from speedtransfer.optim import Handle, Sharded, find_handle
 from speedtransfer.optim.assignment import take_param
-from speedtransfer.tables import Table
+from speedtransfer.tables import Table, check_dtype
 
 
 class TableModule(VocabularyModule, ModuleState):
@@ -79,6 +79,8 @@ class TableModule(VocabularyModule, ModuleState):
             device = torch.get_default_device()
         else:
             device = torch.device("meta") if str(device).startswith("meta") else resolve_device(device)
+        if dtype is not None:
+            check_dtype(dtype)
         given = shape if weight is None else shape_of(weight)
         if given != shape:
             raise InvalidValueError(
@@ -389,4 +391,8 @@ class TableModule(VocabularyModule, ModuleState):
 
 def shape_of(weight: Tensor | Table) -> tuple[int, ...]:
     """Return the shape of the rows that a module is given."""
+    if not isinstance(weight, Table | Tensor):
+        raise InvalidTypeError(
+            f"the weight given is a {type(weight).__name__} but must be a tensor or a Table; pass one (torch.as_tensor)"
+        )
     return (weight.num_rows, weight.dim) if isinstance(weight, Table) else tuple(weight.shape)

@@ -26,30 +26,38 @@ def plan(
     rows: Annotated[list[float], typer.Option(help="Rows of the table, for instance 1e9; repeat for more tables.")],
     dim: Annotated[list[int], typer.Option(help="Embedding dimension; repeat to set one per table.")],
     batch: Annotated[
-        int | None, typer.Option(help="Samples of a step; --lookups are then those of a sample.", show_default="1")
+        int | None, typer.Option(help="Samples per step; --lookups are then per sample.", show_default="1")
     ] = None,
     lookups: Annotated[
         float | None,
         typer.Option(
-            help="Lookups of one process in a step, in each table; of a sample with --batch.",
-            show_default="tokens x rows a token",
+            help="Lookups per step of one process in each table; with --batch per sample.",
+            show_default="tokens x rows per token",
         ),
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a step, in place of --lookups.")] = None,
-    rows_per_token: Annotated[int | None, typer.Option(help="Lookups of a token.", show_default="1")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Tokens per step, in place of --lookups.")] = None,
+    rows_per_token: Annotated[int | None, typer.Option(help="Lookups per token.", show_default="1")] = None,
     optimizer: Annotated[
         str,
-        typer.Option(help="Of torch.optim, such as SGD(momentum=0.9), or package.Class; none: the table is frozen."),
+        typer.Option(help="A class of torch.optim, such as SGD(momentum=0.9), or package.Class; none: frozen."),
     ] = "AdamW",
     storage_dtype: Annotated[
         str | None,
         typer.Option(
-            "--storage-dtype", "--storage", help=f"Of rows: {', '.join(STORAGE_NAMES)}.", show_default="several"
+            "--storage-dtype",
+            "--storage",
+            help=f"How rows are stored: {', '.join(STORAGE_NAMES)}.",
+            show_default="several",
         ),
     ] = None,
     state_dtype: Annotated[
         str | None,
-        typer.Option("--state-dtype", "--state", help=f"Of state: {', '.join(STATE_NAMES)}.", show_default="several"),
+        typer.Option(
+            "--state-dtype",
+            "--state",
+            help=f"How the optimizer's state is stored: {', '.join(STATE_NAMES)}.",
+            show_default="several",
+        ),
     ] = None,
     scale_block: Annotated[
         int | None, typer.Option(help="Columns that share a scale of float8 rows.", show_default="128")
@@ -68,7 +76,7 @@ def plan(
     disk: Annotated[
         str | None, typer.Option(help="Room for files, for instance 4TB.", show_default="the machine's")
     ] = None,
-    dense_ms: Annotated[float, typer.Option(help="Milliseconds of a step of the rest of the model, added.")] = 0.0,
+    dense_ms: Annotated[float, typer.Option(help="Milliseconds per step of the rest of the model, added.")] = 0.0,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="Measure on this machine, or estimate only.")
     ] = True,
@@ -99,7 +107,7 @@ def plan(
     ] = None,
     comm_dtype: Annotated[
         str | None,
-        typer.Option(help=f"Of gradients sent, with --ranks: {', '.join(COMM_NAMES)}.", show_default="float32"),
+        typer.Option(help=f"How gradients are sent, with --ranks: {', '.join(COMM_NAMES)}.", show_default="float32"),
     ] = None,
     hosts: Annotated[
         int | None, typer.Option(help="Hosts that share the rows out; with --link.", show_default="one")
@@ -163,15 +171,19 @@ def plan(
     workload = make_workload(given, trainer, samples, 1 if per_sample is None else per_sample, zipf, unique, idle)
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
-        for option, value in {"--rank": rank, "--hosts": hosts, "--json": json, "--picture": picture}.items():
+        others: dict[str, Any] = {"--rank": rank, "--hosts": hosts, "--json": json, "--picture": picture}
+        others |= {"--machine": machine, "--host-memory": host_memory, "--disk": disk, "--dense-ms": dense_ms}
+        for option, value in others.items():
             if value:
-                raise InvalidValueError(f"{option} is given with --ranks, which prints a table; leave out one of them")
+                raise InvalidValueError(
+                    f"{option} is given with --ranks, which computes bytes and prints a table; leave out one of them"
+                )
         if len(sizes) > 1 or trainer.make is None:
             raise InvalidValueError(
                 "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
             )
         comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype or "")
-        form = forms_for(workload, storage_dtype or "float32", state_dtype, scale_block if storage_dtype else None)[0]
+        form = forms_for(workload, storage_dtype or "float32", state_dtype, scale_block)[0]
         show_ranks(console, workload, form, ranks, distinct_share, comm)
         return
     forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
@@ -222,7 +234,9 @@ def _lookups(
         if tokens is not None or rows_per_token is not None:
             raise InvalidValueError("--lookups is given, and --tokens or --rows-per-token too; pass one or the others")
         if not 1 <= lookups < math.inf or (batch is None and not lookups.is_integer()):
-            raise InvalidValueError(f"--lookups is {lookups:g} but must be a number from 1 on; pass for instance 65536")
+            raise InvalidValueError(
+                f"--lookups is {lookups:g} but must be a whole number from 1 on, or with --batch any; pass for instance 65536"
+            )
         return lookups, samples
     if tokens is None:
         if rows_per_token is not None:

@@ -26,7 +26,7 @@ from speedtransfer.planning.footprint import (
     sparse_way,
 )
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.workload import BAG, MULTI, Workload
+from speedtransfer.planning.workload import MULTI, Workload
 
 MEASURED, ESTIMATED = "measured", "estimated"
 # What replace_embeddings leaves alone by itself.
@@ -185,26 +185,30 @@ def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) 
         if table in replaced:
             continue
         path = [f"path='{names[table.name]}.safetensors'"] if memory == MMAP else []
-        frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
         sparse = ["sparse=True"] if workload.trainer.wants_sparse and not table.is_table else []
         rows = [size for size, _ in table.features] if table.kind in MULTI else table.rows
-        own = [str(rows), str(table.dim), *frozen, *sparse, *options, *path]
+        own = [str(rows), str(table.dim), *sparse, *options, *path]
         about = f"  # with the other arguments of {table.name!r}" if table.names else ""
-        lines.append(f"{names[table.name]} = st.{table.kind}({', '.join(own)}){about}")
+        lines.append(f"{names[table.name]} = st.{table.kind}({', '.join(own)}){_frozen(workload)}{about}")
     return "\n".join(lines)
 
 
 def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> str:
-    more = ["sparse=True"] * (memory == SPARSE) + ["_freeze=True"] * (workload.trainer.make is None)
+    more = ["sparse=True"] * (memory == SPARSE)
     lines = ["model = st.to_dense(model)"] * any(table.is_table for table in workload.tables)
     for table, variable in zip(workload.tables, _variables(workload).values(), strict=True):
         if not table.names:
-            lines.append(f"{variable} = torch.nn.Embedding({', '.join([str(table.rows), str(table.dim), *more])})")
+            made = f"torch.nn.Embedding({', '.join([str(table.rows), str(table.dim), *more])})"
+            lines.append(f"{variable} = {made}{_frozen(workload)}")
         elif memory == SPARSE:
             lines += [f"model.get_submodule({name!r}).sparse = True" for name in table.names]
     if memory == SPARSE and sparse is not None and not sparse.same:
         lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
     return "\n".join(lines) or "# the model as it is"
+
+
+def _frozen(workload: Workload) -> str:
+    return ".requires_grad_(False)" if workload.trainer.make is None else ""
 
 
 def _variables(workload: Workload) -> dict[str, str]:

@@ -188,7 +188,10 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
     for place, word, count in rows:
         is_word = isinstance(word, str) and (word.split() == [word] if least else word)
         if not is_word or not isinstance(count, int) or isinstance(count, bool):
-            raise StorageError(f"{place} of {str(path)!r} is {str(word)[:40]!r} and {count!r}, no word and count")
+            raise StorageError(
+                f"{place} of {str(path)!r} is the word {str(word)[:40]!r} and the count {count!r} but must be a word and a "
+                "count, with a tab between; fix it, or leave it out"
+            )
         if not least <= count < 1 << 63:
             raise StorageError(f"{place} of {str(path)!r} counts {word!r} {count} times; leave it out")
         if word in counts:

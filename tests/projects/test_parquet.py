@@ -68,8 +68,8 @@ def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
     [
         ({"word": ["a", "b", "a"], "count": [1, 2, 3]}, "row 3 of .* has the word 'a' again"),
         ({"word": ["a", "b"], "count": [1, 0]}, "row 2 of .* counts 'b' 0 times"),
-        ({"word": ["a", None], "count": [1, 2]}, "row 2 of .* is 'None' and 2, no word and count"),
-        ({"word": ["a"], "count": [1.5]}, "row 1 of .* is 'a' and 1.5"),
+        ({"word": ["a", None], "count": [1, 2]}, "row 2 of .* is the word 'None' and the count 2 but must be"),
+        ({"word": ["a"], "count": [1.5]}, "row 1 of .* is the word 'a' and the count 1.5 but"),
         ({"word": [], "count": []}, "is empty"),
         ("a folder", "is empty"),
         ({"token": ["a"], "n": [1]}, "its columns are token, n, not word and count"),
