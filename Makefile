@@ -48,7 +48,7 @@ help:
 	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: all GPU tests, experiments"
 	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: step, transfer, cache, prefetch"
 	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: sanitizer, precision, mixed, memory"
-	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
+	@echo "make launches    launches, waits and host time of a training step on an emulated GPU, which is not part of the repository"
 	@echo "make gpu-status  which results exist, from which commit, and which tests no GPU has run"
 
 $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt
@@ -93,8 +93,8 @@ docs: $(call with,docs)
 notebooks: $(call with,notebooks)
 	$(PY) -m nbconvert --config notebooks/nbconvert_config.py $(or $(ARGS),notebooks/*.ipynb)
 
-# ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes `make gpu` in parts,
-# ARGS="--part 1 --archive $OUT/part1.tgz" and so on; see bench/record.py --help. COMMIT=... names the commit where there is no
+# ARGS="--only transfer,step --quick": some parts, small sizes. A machine that allows ten minutes a command takes `make gpu` in
+# parts, ARGS="--part 1 --archive part1.tgz" and so on; see bench/record.py --help. COMMIT=... names the commit where there is no
 # git. README.md shows what is there also where something has failed; a part leaves it alone, whose time is short.
 RECORD = $(PY) bench/record.py $(1) $(ARGS)$(if $(findstring --part,$(ARGS)),,; status=$$?; $(PY) bench/readme.py && exit $$status)
 

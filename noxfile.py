@@ -28,7 +28,7 @@ What the tests that need no GPU passed with, on Linux; `make matrix` runs them a
 that an installation asks for, "lowest-torch" that of torch alone, "pinned" those of `constraints.txt`, "newest" what pip found
 on that day. A version ends in the name of its build where it is not that of the usual index, whose torch is built for CUDA and
 ran without a driver. Where files are counted, the tests of those alone were run; "again" are tests that failed, and were run
-once more after they were mended.
+once more after they were fixed.
 
 | | Python | torch | NumPy | numba | passed | failed | skipped | tests | day |
 |---|---|---|---|---|---:|---:|---:|---|---|

@@ -1,9 +1,9 @@
 """Counts what a warm training step of each form asks of a GPU: kernels, waits of the host, copies, allocations, and the CPU
-time of the host. It needs no GPU but the emulated one, ``cuda-emulator`` beside the checkout:
+time of the host. It needs no GPU but an emulated one, ``cuda-emulator``, which is not part of the repository:
 
-    ../shared/cuda-emulator/run python bench/launches.py                    # every form, some minutes
-    ../shared/cuda-emulator/run python bench/launches.py --only lazy        # forms with "lazy" in their name
-    ../shared/cuda-emulator/run python bench/launches.py --write            # into bench/launches.json
+    cuda-emulator/run python bench/launches.py                    # every form, some minutes
+    cuda-emulator/run python bench/launches.py --only lazy        # forms with "lazy" in their name
+    cuda-emulator/run python bench/launches.py --write            # into bench/launches.json
 
 The table says "before > now" beside the figures that the file has.
 
