@@ -291,17 +291,19 @@ class StoredPlanes(EncodedPlanes):
         made.load_state_dict(self.state_dict())
         return made
 
-    def pickled(self) -> dict[str, Any]:
-        """Return what `unpickled` needs besides a table with the weight plane."""
-        beside = {suffix: plane for suffix, plane in self.parts("weight").items() if suffix}
+    def pickled(self) -> tuple[Tensor, dict[str, Any]]:
+        """Return the weight plane, its bits if it is float8, and what `unpickled` needs besides a table with it."""
+        planes = self.parts("weight")
+        beside = {suffix: _without_records(plane) for suffix, plane in planes.items()}
+        weight = beside.pop("")
         # The bfloat16 of 24 bits that were only read.
         alone = self.plain and self.storage_dtype == SPLIT24
-        return {
+        return weight, {
             "stored": self.table.dtype,
-            "beside_dtypes": {suffix: plane.dtype for suffix, plane in beside.items()},
+            "beside_dtypes": {suffix: planes[suffix].dtype for suffix in beside},
             "dtypes": (None if alone else self.storage_dtype, self.state_dtype, self.scale_block),
             "dtype": self.dtype,
-            "beside": {suffix: bits_of(plane) for suffix, plane in beside.items()},
+            "beside": beside,
             "rounding": self.state_dict(),
             "layout": self.table.layout,
             "cache": self.table._cache_options,
@@ -321,6 +323,13 @@ class StoredPlanes(EncodedPlanes):
         table.layout, table._place.max_rows = pickled.get("layout", table.layout), pickled.get("max_rows")
         table._start_cache(pickled.get("cache"))
         return made
+
+
+def _without_records(plane: Tensor) -> Tensor:
+    """Return the bits of a plane to be pickled: of one in records a copy, as all of a tensor's memory is pickled with it."""
+    if not plane.is_contiguous():
+        check_room(plane.nbytes, f"{len(plane)} rows")
+    return bits_of(plane.contiguous())
 
 
 def _add_parts(table: Table, parts: Mapping[str, Tensor]) -> None:

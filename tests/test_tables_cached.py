@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import itertools
 import pickle
 import subprocess
@@ -364,6 +365,14 @@ def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, stora
     shown = pairs[1][0].state_dict()["weight"]
     assert shown.untyped_storage().nbytes() == shown.nbytes == 4 * shown.numel()
     pairs[0][0].load_state_dict({"weight": shown})
+    # A pickle has each plane once.
+    sizes = []
+    for pair in pairs:
+        torch.save(pair, buffer := io.BytesIO())
+        sizes.append(len(buffer.getvalue()))
+        copied, _ = torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+        assert_same_bits(copied.weight.detach(), pair[0].weight.detach())
+    assert sizes[1] <= sizes[0] + 500
     # Nobody's view is left behind.
     view = table.torch()
     step(torch.optim.Adagrad)

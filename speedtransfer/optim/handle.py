@@ -38,7 +38,6 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.cuda import check_not_capturing, is_capturing
-from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.anchor import Anchor
@@ -504,8 +503,8 @@ class Handle:
         self.owners.check_whole("is pickled", "use st.save_checkpoint, or st.full_state_dict(model)")
         # The copy uses no file, and may be unpickled where memory cannot be pinned.
         memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
-        weight = bits_of(self.table.torch())
-        arguments = weight, memory, device, self.requires_grad, self.idle, self.rows.pickled()
+        weight, rows = self.rows.pickled()
+        arguments = weight, memory, device, self.requires_grad, self.idle, rows
         return self.id_space.pickled((_unpickle, arguments, self._of_module()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:

@@ -19,6 +19,8 @@ _ABOUT |= {Tensor.__len__, Tensor.is_contiguous, Tensor.is_floating_point, Tenso
 _ABOUT |= {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "_version")
 }
+# Those that copy all memory of a tensor.
+_OF_ALL_MEMORY = {Tensor.__reduce_ex__, Tensor.__deepcopy__}
 # Those that would give a part of the table other memory.
 _OF_MEMORY = {Tensor.set_, Tensor.resize_, Tensor.resize_as_}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -85,6 +87,9 @@ class PlaneView(Tensor):
                     "st.save_checkpoint saves it"
                 )
             values = view.decode()
+            if func in _OF_ALL_MEMORY:
+                # That of a part of records is all of them.
+                values = values.contiguous()
             found[id(values)] = view
             if rows is not None and not rows.table.writable:
                 versions.append((rows, values, values._version))
