@@ -162,8 +162,9 @@ def test_a_folder_is_listed(tmp_path: Path) -> None:
         assert words in str(result.exception or result.output)
 
 
-# `emb`: a table that cannot grow, `larger`: a mark of one with more rows.
+# `emb`: a table that cannot grow, `larger`: a mark of one with more rows, `new`: an optimizer of rows that another has trained.
 UNMARKED = r"""
+st.mark(trained, new) -> InvalidValueError: weight has state of another optimizer until this Adam makes a step
 st.mark(nn.Linear(2, 2)) -> InvalidValueError: model has no table
 st.mark(torch.zeros(3)) -> InvalidTypeError: must be a torch.nn.Module
 st.save_delta(out, odd, st.mark(odd)) -> InvalidTypeError: odd is a torch.sparse_coo tensor
@@ -178,6 +179,9 @@ def test_what_cannot_be_marked(tmp_path: Path) -> None:
     odd[1].register_buffer("odd", torch.eye(2).to_sparse())
     names = {"st": st, "nn": nn, "torch": torch, "odd": odd, "emb": st.Embedding(10, 2)}
     names |= {"larger": st.mark(st.Embedding(30, 2)), "out": tmp_path / "1.safetensors"}
+    names["trained"] = trained = st.Embedding(4, 2)
+    take_step(torch.optim.AdamW(trained.parameters()), trained(torch.tensor([1])).sum())
+    names["new"] = torch.optim.Adam(trained.parameters())
     for refusal in refusals(UNMARKED):
         check_refused(refusal, **names)
     assert not list(tmp_path.iterdir())

@@ -21,6 +21,7 @@ from speedtransfer.checkpoint.model import tables_of
 from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim.state_dicts import handles_of
 from speedtransfer.progress import ByteProgress
 from speedtransfer.tables import PathLike
 from speedtransfer.tables.saving import check_safetensors_path
@@ -76,7 +77,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table; `optimizer` is none.
+        `model` is no module, or has no table; `optimizer` is none, or rows that it trains have the state of another.
     ProcessGroupError
         Another process failed, or has made other steps.
     """
@@ -90,6 +91,12 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     processes = processes_of("reads all rows", [model])
     with processes.together():
         tables = marked_tables(model, with_state)
+        for handle, _ in [] if optimizer is None else handles_of(optimizer):
+            if handle.rows.state_fills() and (handle.state is None or handle.state.optimizer() is not optimizer):
+                raise InvalidValueError(
+                    f"{handle} has state of another optimizer until this {type(optimizer).__name__} makes a step, so that a "
+                    "checkpoint has none of it; make a step first"
+                )
     processes.prepare()
     with held(tables):
         return Mark(contents_of(tables, progress), with_state, Place(processes.unique()))
