@@ -73,17 +73,15 @@ class StoredPlanes(EncodedPlanes):
     def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the table if `is_viewable`; else (int8, float8, split24, 8-bit planes) a float32 copy, decoded in chunks. Or
-        its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
+        A view of the table if `is_viewable`; else a copy, made in chunks: float32 if it is decoded (int8, float8, split24, 8-bit
+        planes). Or its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])
         if self.is_viewable(name):
             return self.table.plane(name)[start:stop].view(shape)
         stored = self.table.stored(name)
-        dtype = (
-            stored.dtype if self._codecs[name].name == "plain" else self.dtype if name == "weight" else torch.float32
-        )
+        dtype = stored.dtype if self._codecs[name].viewable else self.dtype if name == "weight" else torch.float32
         if not self.table.writable or self.table.in_records:
             check_room(math.prod(shape) * dtype.itemsize, f"{stop - start} rows")
         values = torch.empty(shape, dtype=dtype, device="cpu" if stored.is_meta else stored.device)
@@ -136,7 +134,8 @@ class StoredPlanes(EncodedPlanes):
             return begun[1]
 
         self._fill("weight", changed, start, stop, keep=True, draws=draws)
-        self._count += draws
+        # Else state would be rounded otherwise after this change than where a tensor over the memory makes it.
+        self._count += draws and not self.plain
 
     def place(self, name: str, values: Tensor, placement: Placement) -> None:
         """Set rows of a plane to those of ``(num_saved, *tail)`` values that `placement` gives them, rounded to nearest.

@@ -114,8 +114,10 @@ def test_a_pending_gradient_stays() -> None:
     assert all(map(torch.equal, results[:2], results[2:]))
 
 
-def test_what_shows_the_weight_and_its_state_grows() -> None:
-    emb = embedding(pageable(5))
+@pytest.mark.parametrize("memory", ["pageable", "mmap"])
+def test_what_shows_the_weight_and_its_state_grows(memory: Any, tmp_path: Path) -> None:
+    path = tmp_path if memory == "mmap" else None
+    emb = embedding(st.Table(5, DIM, memory=memory, path=path, device="cpu", max_rows=40), "exact")
     opt = case_named("adamw").make(emb.parameters())
     train(emb, opt, 5)
     view, plane = emb.table.torch(), opt.state[emb.weight]["exp_avg"]
@@ -126,8 +128,10 @@ def test_what_shows_the_weight_and_its_state_grows() -> None:
     assert plane.shape == (8, DIM)
     assert opt.state_dict()["state"][0]["exp_avg"].shape == (8, DIM)
     assert emb.state_dict()["weight"].shape == (8, DIM)
-    assert emb.weight[7].eq(0).all()
-    # Memory from before is still that of the rows.
+    assert emb.weight[6].eq(0).all()
+    # Memory from before is still that of the rows, which show all steps.
+    take_step(opt, emb(torch.tensor([7])).sum())
+    assert view.clone().equal(emb.table.torch()[:5])
     view[2] = 5
     assert emb(torch.tensor(2)).eq(5).all()
     with torch.no_grad():

@@ -340,10 +340,10 @@ def test_planes_added_together_share_one_allocation(tmp_path, memory):
     assert planes["exp_avg"].eq(0.5).all()
 
 
-@pytest.mark.parametrize("storage", ["float32", torch.int8, "split24"], ids=str)
+@pytest.mark.parametrize("storage", ["float32", torch.bfloat16, torch.int8, "split24"], ids=str)
 def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, storage):
-    options = {} if storage == "float32" else {"storage_dtype": storage}
-    pairs = []
+    options = {"state_dtype": torch.bfloat16} if storage == "float32" else {"storage_dtype": storage}
+    pairs, states = [], []
     for where in ({}, {"memory": "mmap", "path": tmp_path, "layout": "rows"}):
         torch.manual_seed(0)
         emb = st.Embedding(50, 4, device="cpu", **options, **where)
@@ -352,18 +352,23 @@ def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, stora
     def step(kind=None):
         for emb, opt in pairs:
             opt = opt if kind is None else kind(emb.parameters(), lr=0.1)
+            with torch.no_grad():
+                emb.weight.mul_(0.9)
             emb(torch.arange(0, 50, 3)).square().sum().backward()
             opt.step()
             opt.zero_grad()
+            states.append(opt.state_dict()["state"][0])
         assert_same_bits(pairs[1][0].weight.detach(), pairs[0][0].weight.detach())
+        torch.testing.assert_close(*states[-2:], rtol=0, atol=0)
         return pairs[1][0].table
 
     table = step()
     assert [table.path, *tmp_path.iterdir()] == [None]
     assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
     # What is saved has no state.
-    shown = pairs[1][0].state_dict()["weight"]
-    assert shown.untyped_storage().nbytes() == shown.nbytes == 4 * shown.numel()
+    expected, shown = (emb.state_dict()["weight"] for emb, _ in pairs)
+    assert_same_bits(shown, expected)
+    assert shown.untyped_storage().nbytes() == expected.nbytes
     pairs[0][0].load_state_dict({"weight": shown})
     # A pickle has each plane once.
     sizes = []

@@ -69,6 +69,8 @@ class Growing(Planes):
             if bits_of(value).any() if isinstance(value, Tensor) else value != 0:
                 fill_plane(new, _filler(value))
             wait_until_filled(plane)
+            if self._place.maps_again:
+                self.open_views.follow(old[name], plane)
         for log in self._all_logs():
             log.forget()
         # At once: other threads may be reading.

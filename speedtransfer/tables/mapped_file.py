@@ -36,7 +36,7 @@ class MmapMemory(Memory):
     """
 
     name = "mmap"
-    is_shared_by_forks = True
+    is_shared_by_forks = maps_again = True
     folder: Path
 
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:

@@ -52,6 +52,8 @@ class Memory(ABC):
     turns: forks.Turns | None = None
     # The file with the rows and the name of the tensor, where these are written.
     written_tensor: object = None
+    # Whether what becomes longer is the same memory at another address.
+    maps_again: ClassVar[bool] = False
     # Whether the rows are those of files that are never changed.
     read_only: ClassVar[bool] = False
     # All files with rows, for memories of several.

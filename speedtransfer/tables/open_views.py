@@ -61,6 +61,11 @@ class OpenViews:
         self._num_asked += 1
         self._note(_Made(plane.data_ptr(), StorageWeakRef(other.untyped_storage()), False))
 
+    def follow(self, before: Tensor, after: Tensor) -> None:
+        """Let the views of a plane be also those of another map of its memory, which is longer."""
+        of_plane = [made for made in self.made if before.numel() and made.address == before.data_ptr()]
+        self.made = [*self.made, *(made._replace(address=after.data_ptr()) for made in of_plane)]
+
     def have(self, storage: UntypedStorage) -> bool:
         """Tell whether a storage is one of theirs."""
         return any(made.storage.cdata == storage._cdata for made in self.made)
