@@ -73,8 +73,8 @@ class StoredPlanes(EncodedPlanes):
     def whole(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
-        A view of the table if `is_viewable`; else a copy, made in chunks: float32 if it is decoded (int8, float8, split24, 8-bit
-        planes). Or its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
+        A view of the table if `is_viewable`; else a copy, made in chunks, float32 where it is decoded (int8, float8, split24,
+        8-bit planes). Or its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])

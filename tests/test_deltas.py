@@ -162,7 +162,7 @@ def test_a_folder_is_listed(tmp_path: Path) -> None:
         assert words in str(result.exception or result.output)
 
 
-# `emb`: a table that cannot grow, `larger`: a mark of one with more rows, `new`: an optimizer of rows that another has trained.
+# `emb`: a table that cannot grow, `larger`: a mark of one with more rows, `new`: of rows that another has trained.
 UNMARKED = r"""
 st.mark(trained, new) -> InvalidValueError: weight has state of another optimizer until this Adam makes a step
 st.mark(nn.Linear(2, 2)) -> InvalidValueError: model has no table
