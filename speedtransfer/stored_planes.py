@@ -74,7 +74,7 @@ class StoredPlanes(EncodedPlanes):
         """Return a whole plane, ``(num_rows, *tail)``, as a state dict shows it, on the device of the memory.
 
         A view of the table if `is_viewable`; else a copy, made in chunks, float32 where it is decoded (int8, float8, split24,
-        8-bit planes). Or its rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
+        8-bit planes). Or rows from `start` to `stop`. HostMemoryError: a copy of a table in files does not fit into memory.
         """
         stop = self.table.num_rows if stop is None else stop
         shape = (stop - start, *self._tails[name])
