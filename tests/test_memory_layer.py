@@ -276,6 +276,8 @@ def test_autocast_and_half_precision():
     for context in (torch.autocast("cpu", torch.bfloat16), torch.no_grad()):
         with context:
             torch.testing.assert_close(memory.eval()(x.bfloat16()), dense.eval()(x.bfloat16()))
+    values = st.EmbeddingBag(VALUES, DIM, mode="sum", storage_dtype=torch.int8)
+    assert layer(dtype=torch.bfloat16, gate=True, values=values)(x.bfloat16()).dtype == torch.bfloat16
 
 
 WRONG = """

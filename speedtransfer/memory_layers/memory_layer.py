@@ -143,7 +143,9 @@ class MemoryLayer(nn.Module):
         found = F.dropout(found, self.dropout, self.training).view(*x.shape[:-1], self.value_dim)
         if self.gate is None or self.out is None:
             return found
-        gated: Tensor = self.out(found * F.silu(self.gate(x)))
+        opened = F.silu(self.gate(x))
+        # Values may be stored in another dtype, which is computed in float32.
+        gated: Tensor = self.out((found * opened).to(opened.dtype))
         return gated
 
     def train_rows(self, rows: Any) -> None:

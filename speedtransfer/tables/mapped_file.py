@@ -102,8 +102,8 @@ class MmapMemory(Memory):
             raise
         except OSError as error:
             raise StorageError(
-                f"cannot create a table file in {str(self.folder)!r} ({error.strerror}); choose a folder that exists, that you "
-                "may write to and that has room, or raise the limits of this process (ulimit)"
+                f"cannot create a table file in {str(self.folder)!r} ({error.strerror}); choose a folder that exists, that "
+                "you may write to and that has room, or raise the limits of this process (ulimit)"
             ) from error
 
     def open(self, key: str | None = None) -> Tensor:
