@@ -225,6 +225,21 @@ def test_a_file_that_has_come_to_its_place_is_left_alone(tmp_path: Path) -> None
     assert table.torch()[:5].equal(rows)
 
 
+def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    table, opened = filled(Path("table.npy")), st.Table.load("table.npy", memory="mmap")
+    monkeypatch.chdir("elsewhere")
+    for each in (table, opened):
+        with refused(StorageError, "is the table's own file"):
+            each.save("../table.npy")
+    assert copy.deepcopy(opened).memory == "mmap"
+    table.add_plane("n")
+    table.grow(9)
+    assert len(read(tmp_path / "table.npy")) == 9
+    assert not list(Path().iterdir())
+
+
 @SUFFIXES
 def test_other_programs_read_the_file(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"table{suffix}"

@@ -46,10 +46,11 @@ class MmapMemory(Memory):
             )
         check_no_url(path)
         super().__init__(device)
-        path = Path(path)
+        # Whatever the current folder is later.
+        path = Path(path).absolute()
         # Of files without a name the folder alone is given.
         self.path = None if path.is_dir() else path
-        self.folder = path.absolute() if self.path is None else path.parent
+        self.folder = path if self.path is None else path.parent
         self._weight_map: np.memmap | None = None
         self._key: str | None = None
         self._lock: WriteLock | None = None

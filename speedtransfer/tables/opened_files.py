@@ -42,7 +42,10 @@ class OpenedMemory(Memory):
 
     def __init__(self, device: torch.device, sources: Mapping[str, Sequence[Source]]) -> None:
         super().__init__(device)
-        self.sources = {name: tuple(found) for name, found in sources.items()}
+        # Whatever the current folder is later.
+        self.sources = {
+            name: tuple(source._replace(path=source.path.absolute()) for source in found) for name, found in sources.items()
+        }
         self.files = list(dict.fromkeys(source.path for found in self.sources.values() for source in found))
         self.path = self.files[0] if len(self.files) == 1 else None
         self._facts = _facts_of(self.files)
