@@ -44,7 +44,8 @@ class OpenedMemory(Memory):
         super().__init__(device)
         # Whatever the current folder is later.
         self.sources = {
-            name: tuple(source._replace(path=source.path.absolute()) for source in found) for name, found in sources.items()
+            name: tuple(source._replace(path=source.path.absolute()) for source in found)
+            for name, found in sources.items()
         }
         self.files = list(dict.fromkeys(source.path for found in self.sources.values() for source in found))
         self.path = self.files[0] if len(self.files) == 1 else None
