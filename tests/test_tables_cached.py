@@ -386,7 +386,9 @@ def test_the_weights_of_a_file_without_a_name_are_in_the_records(tmp_path, stora
     del view
     table = step(torch.optim.Adam)
     assert len({table.stored(name).untyped_storage().data_ptr() for name in table.planes}) == 1
-    assert_same_bits(copy.deepcopy(pairs[1][0]).weight.detach(), pairs[0][0].weight.detach())
+    copied = copy.deepcopy(pairs[1][0])
+    assert_same_bits(copied.weight.detach(), pairs[0][0].weight.detach())
+    assert copied.to("meta").to_empty(device="cpu").table.folder == tmp_path
 
 
 def test_rows_that_another_thread_writes_while_the_weights_move(tmp_path, monkeypatch):

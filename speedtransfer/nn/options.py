@@ -108,7 +108,7 @@ def refuse_vocabulary(options: TableOptions, where: str, remedy: str) -> None:
 
 
 def options_of(handle: Handle) -> TableOptions:
-    """Return complete options of another table like that of `handle`, in memory if that is a file.
+    """Return complete options of another table like that of `handle`, in memory if that is a file with a name.
 
     Raises
     ------
@@ -127,10 +127,12 @@ def options_of(handle: Handle) -> TableOptions:
         )
     idle: Any = handle.idle
     table, rows, cache = handle.table, handle.rows, handle.table._cache_options
-    memory: Any = table.memory if table.memory in ("pinned", "pageable", "device") else "auto"
+    folder = table.folder if table.path is None else None
+    memory: Any = table.memory if table.memory in ("pinned", "pageable", "device") or folder is not None else "auto"
     return complete(
         TableOptions(
             memory=memory,
+            path=folder,
             idle=idle,
             storage_dtype=rows.storage_dtype,
             state_dtype=rows.state_dtype,
