@@ -24,11 +24,14 @@ Settings(memory="mmap", path="a\0b") -> InvalidValueError: path is .*not a path
 Settings(path="tables") -> InvalidValueError: path is 'tables' but memory='auto' has no files
 Settings(dim=0) -> InvalidValueError: dim is 0 but must be at least 1
 Settings(buckets=(1 << 32) + 1) -> InvalidValueError: buckets is 4294967297 but the hash has 32 bits; pass at most
-Settings(min_n=7) -> InvalidValueError: max_n is 6 but min_n is 7; pass a max_n of at least 7
+Settings(min_n=7, buckets=9) -> InvalidValueError: max_n is 6 but min_n is 7; pass a max_n of at least 7
 Settings(lr=0) -> InvalidValueError: lr is 0 but must be above 0
 Settings(p=0) -> InvalidValueError: p is 0 but must be at least 0.0001 and at most 10000
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words
 Settings(phrases=1, divide=True) -> InvalidValueError: divide is for text but phrases=1 needs all of it in a process
+Settings(kind="lines", q=2) -> InvalidValueError: q is 2.* but only kind='graph' uses it; pass that, or drop q
+Settings(max_n=4) -> InvalidValueError: max_n is 4 but only buckets uses it
+Settings(phrase_threshold=1) -> InvalidValueError: phrase_threshold is 1.* but only phrases uses it
 Settings(kind="graph", divide=True) -> InvalidValueError: divide is for text but kind='graph' needs all of it
 Settings(divide=2) -> InvalidTypeError: divide is 2 but must be True or False
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63

@@ -62,7 +62,7 @@ def test_lines_are_counted_in_each_file_and_over_blocks(tmp_path):
 
 def walks_of(graph, **settings):
     parts = []
-    write_walks(graph, Settings(**settings), parts.append)
+    write_walks(graph, Settings(kind="graph", **settings), parts.append)
     ids = np.concatenate(parts)
     walks = [walk.tolist() for walk in np.split(ids, np.flatnonzero(ids == LINE_END) + 1)]
     return [[node for node in walk if node != LINE_END] for walk in walks if len(walk) > 1]

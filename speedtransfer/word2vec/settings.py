@@ -199,6 +199,15 @@ class Settings:
         if self.divide and (self.phrases or self.kind in ("graph", "adjacency")):
             what = f"phrases={self.phrases}" if self.phrases else f"kind={self.kind!r}"
             raise InvalidValueError(f"divide is for text but {what} needs all of it in a process; drop one of them")
+        walked, unused = self.kind in ("graph", "adjacency"), dict[str, str]()
+        unused |= {} if walked else dict.fromkeys(("walks", "walk_length", "p", "q"), "kind='graph'")
+        unused |= {} if self.buckets else dict.fromkeys(("min_n", "max_n"), "buckets")
+        unused |= {} if self.phrases else {"phrase_threshold": "phrases"}
+        for name, needed in unused.items():
+            if getattr(self, name) != SETTINGS[name].default:
+                raise InvalidValueError(
+                    f"{name} is {getattr(self, name)} but only {needed} uses it; pass that, or drop {name}"
+                )
         if self.memory == "mmap" and self.path is None:
             raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
         if self.path is not None and self.memory != "mmap":
