@@ -98,7 +98,7 @@ class Word2Vec(nn.Module):
         block = self.prepare(block)
         places: Any = block.places
         places = places.to(self.input.table.device)
-        # Of several processes by the ids alone, which may have been sent ahead.
+        # With several processes the ids alone tell, which may have been sent ahead.
         rows: Any = (self.output, places.outputs), (self.input, places.bags.rows)
         output, active = (module.activate(some) for module, some in (self.ids_of(block) if self._group else rows))
         options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}

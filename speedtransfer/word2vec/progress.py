@@ -133,7 +133,7 @@ def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
     """Return a warning of a learning rate far from word2vec's; "" where it is near, or cannot be compared."""
     name, lr, usual = settings.optimizer.lower(), settings.first_lr, RATES[settings.model]
     scaled = "eps" in DEFAULT_OPTIONS.get(name, {})
-    # Of several processes both are larger by the same factor (`options_apart`).
+    # With several processes both are larger by the same factor (`options_apart`).
     eps = float(optimizer.defaults["eps"]) * (lr / optimizer.defaults["lr"]) if scaled else 1.0
     if settings.lr is None or eps == 0 or (not scaled and name not in STEPS_AS_GIVEN):
         return ""
