@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, OptimizerError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, OptimizerError
 
 
 # Bit-equal: 16 columns fill whole vector registers, so no kernel treats a row differently for its place in the array.
@@ -147,6 +147,26 @@ def test_training_goes_on(style: str, how: str, tmp_path: Path) -> None:
     other.dense, other.dense_opt, other.oracle = twins.dense, twins.dense_opt, twins.oracle
     other.train(batches[9:])
     other.assert_same(1e-6)
+
+
+def test_state_that_does_not_fit_into_memory_is_refused_at_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each plane would."""
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(5 * 100 * 8 * 2))
+    for options in ({}, {"memory": "mmap", "path": tmp_path}):
+        emb = st.Embedding(100, 8, device="cpu", **options)
+        opt, before = torch.optim.AdamW(emb.parameters()), emb.weight.detach().clone()
+        emb(torch.tensor([1])).sum().backward()
+        if options:
+            opt.step()
+            continue
+        with pytest.raises(
+            HostMemoryError, match=r"'exp_avg', 'exp_avg_sq' of 100 rows ask for 6\.4 kB beside the 3\.2 kB"
+        ):
+            opt.step()
+        assert torch.equal(emb.weight.detach(), before)
+        take_step(torch.optim.SGD(emb.parameters()), emb(torch.tensor([1])).sum())
 
 
 def test_state_is_over_the_table() -> None:

@@ -86,6 +86,21 @@ class Memory(ABC):
         with torch.inference_mode(False):  # an inference tensor could never be trained
             return self._allocate(plane, (num_rows, width), dtype)
 
+    @property
+    def _is_on_host(self) -> bool:
+        return self.name != "mmap" and (self.name != "device" or self.device.type == "cpu")
+
+    def check_room_beside(self, planes: Mapping[str, Tensor], num_rows: int, specs: Specs) -> None:
+        """Raise `HostMemoryError` where more planes of a table and those that it has exceed the machine's memory."""
+        held, have = sum(plane.nbytes for plane in planes.values()), physical_bytes()
+        need = num_rows * sum(width * dtype.itemsize for width, dtype in specs.values())
+        if self._is_on_host and have and held + need > have:
+            raise HostMemoryError(
+                f"{', '.join(map(repr, specs))} of {num_rows} rows ask for {format_bytes(need)} beside the "
+                f"{format_bytes(held)} of their others, but this machine has {format_bytes(have)} of memory; pass "
+                "memory='mmap' with a path on a disk with room, fewer rows or a smaller dtype"
+            )
+
     def allocate_together(self, num_rows: int, specs: Specs) -> dict[str, Tensor]:
         """Return zeroed ``(num_rows, width)`` tensors for planes that are added together, with contiguous rows.
 
@@ -120,7 +135,7 @@ class Memory(ABC):
         # Those that are copied are there twice.
         need += sum(block.row_bytes * block.num_rows for block in blocks if not self._can_extend(block, num_rows))
         have = physical_bytes()
-        if have and need > have and (self.name != "device" or self.device.type == "cpu"):
+        if have and need > have and self._is_on_host:
             raise HostMemoryError(
                 f"{num_rows} rows, {blocks[0].num_rows} so far ({format_bytes(before)}), ask for {format_bytes(need)} but "
                 f"this machine has {format_bytes(have)} of memory; grow to fewer rows, or pass memory='mmap' with a path on a "

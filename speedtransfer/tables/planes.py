@@ -404,6 +404,7 @@ class Planes:
             width = self.dim if width is None else check_size(width, "width")
             specs[name] = width, check_dtype(self.dtype if dtype is None else dtype, PLANE_DTYPES)
             check_fill(fill, (self.num_rows, width), specs[name][1])
+        self._place.check_room_beside(self._planes, self.num_rows, specs)
         joins = bool(planes) and beside_weights and self.in_records
         if joins:
             self.end_snapshot()
