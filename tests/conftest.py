@@ -99,14 +99,10 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_teardown(item, nextitem):
-    if nextitem is not None and nextitem.path != item.path:
-        _pass_over_what_stays()
-
-
-def _pass_over_what_stays():
     """Have garbage collections pass over modules and thousands of tests: with these each takes up to 0.4 s."""
-    gc.collect()
-    gc.freeze()
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture

@@ -41,12 +41,6 @@ def interesting_floats():
     return bits[: len(bits) // 8 * 8].view(torch.float32).view(-1, 8)
 
 
-def hard_values(dtype):
-    """Return every half, or float32 at every tie, (n, 8)."""
-    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(-1, 8)
-    return interesting_floats() if dtype == torch.float32 else halves.view(dtype)
-
-
 class EngineCases:
     def gather(self, engine, device, planes, index):
         """Gather `planes` at a list of ids, into memory full of other bits."""
@@ -129,7 +123,9 @@ class EngineCases:
 
     @pytest.mark.parametrize(("stored", "dense"), CONVERSIONS, ids=str)
     def test_conversion_of_hard_values(self, engine, device, store, stored, dense):
-        content = hard_values(stored)
+        """Every half, or float32 at every tie, (n, 8)."""
+        halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(-1, 8)
+        content = interesting_floats() if stored == torch.float32 else halves.view(stored)
         plane, rows = (
             store(torch.ones(content.shape, dtype=dense)),
             torch.ones_like(content, dtype=dense, device=device),

@@ -1,7 +1,5 @@
 """`speedtransfer bench`: what it writes, how it fails, and its reports, also from what this repository has recorded."""
 
-from __future__ import annotations
-
 import functools
 import json
 import struct

@@ -1,7 +1,5 @@
 """Memory that is used again: soon, but never while anybody can still see it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """The command line: what it prints, and how it fails."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

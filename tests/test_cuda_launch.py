@@ -62,12 +62,9 @@ class TestLaunch:
         assert struct.unpack("2qd", ctypes.string_at(at, 24)) == (4, -7, 0.5)
         return pointer
 
-    def test_one_device_needs_no_switching(self, cupy):
-        assert self.launch(Stream(5)) == 5
-        assert self.launch(Stream(6)) == 6
+    def test_only_several_devices_need_switching(self, cupy, devices):
+        assert [self.launch(Stream(number)) for number in (5, 6)] == [5, 6]
         assert self.inside == []
-
-    def test_several_devices(self, cupy, devices):
         devices.devices = ("A Device", "Another")
         stream = Stream(5)
         stream.device_index = 1
@@ -103,17 +100,15 @@ class TestBinaries:
         monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
         return found
 
-    def test_it_is_kept(self, compiled):
+    def test_it_is_kept_where_it_can_be(self, compiled, monkeypatch, tmp_path):
         assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
         assert compiled == [("-std=c++17",)]
         launch._binary("another", "a.cu")
         assert len(compiled) == 2
-
-    def test_where_nothing_can_be_kept(self, compiled, monkeypatch, tmp_path):
         (tmp_path / "file").touch()
         monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
         assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
-        assert len(compiled) == 2
+        assert len(compiled) == 4
 
 
 # --- page-locked memory, with a runtime of NumPy in the part of CUDA ---------------------------------------------------

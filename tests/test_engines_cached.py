@@ -1,7 +1,5 @@
 """The cache of hot rows as an engine: the engine cases, what it keeps and writes back, the policies, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import elsewhere, raising

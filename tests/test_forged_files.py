@@ -169,16 +169,6 @@ def written(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def load_any(path: Path) -> None:
-    if path.name.startswith("t"):
-        for memory in ("pageable", "mmap"):
-            table = st.Table.load(path, memory=memory, device="cpu")
-            table.gather(list(range(min(len(table), 5))))
-    else:
-        vectors = Vectors.load(path)
-        vectors.most_similar(vectors.words[0], 2)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("count", "seed"), [(150, 1), pytest.param(20_000, 100, marks=pytest.mark.slow)])
 def test_damaged_files_of_rows_and_vectors(count: int, seed: int, tmp_path: Path) -> None:
@@ -188,8 +178,13 @@ def test_damaged_files_of_rows_and_vectors(count: int, seed: int, tmp_path: Path
         data = damaged(rng, good[name])
         (tmp_path / name).write_bytes(data)
         try:
-            with np.errstate(all="ignore"):
-                load_any(tmp_path / name)
+            for memory in ("pageable", "mmap") if name.startswith("t") else ():
+                table = st.Table.load(tmp_path / name, memory=memory, device="cpu")
+                table.gather(list(range(min(len(table), 5))))
+            if name.startswith("v"):
+                vectors = Vectors.load(tmp_path / name)
+                with np.errstate(all="ignore"):
+                    vectors.most_similar(vectors.words[0], 2)
         except SpeedtransferError as error:
             assert "".join(str(error).split("\n")).isprintable(), data  # noqa: PT017
         except BaseException as error:

@@ -24,8 +24,6 @@ import speedtransfer as st
 from speedtransfer import safetensors_io
 from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
-from speedtransfer.optim import find_handle
-from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.tables import files, reserved
 from speedtransfer.tables.longer_files import LongerFile
@@ -39,18 +37,12 @@ def pageable(num_rows: int, **options: Any) -> st.Table:
     return st.Table(num_rows, DIM, memory="pageable", max_rows=1000, **options)
 
 
-def handle_of(emb: st.Embedding) -> Handle:
-    handle = find_handle(emb.weight)
-    assert handle is not None
-    return handle
-
-
 def embedding(table: st.Table, idle: str = "lazy", **options: Any) -> st.Embedding:
     """Return an embedding of `table` with weights in its first rows only."""
     # Of the weights, and of stochastic rounding.
     torch.manual_seed(1)
     emb = st.Embedding.from_pretrained(table, freeze=False, idle=idle, **options)
-    handle_of(emb).load(torch.randn(SIZES[0], DIM))
+    emb._handle.load(torch.randn(SIZES[0], DIM))
     return emb
 
 
@@ -68,7 +60,7 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
     grown, whole = embedding(make(SIZES[0]), idle, **options), embedding(make(SIZES[-1]), idle, **options)
     opts = [case.make(emb.parameters()) for emb in (grown, whole)]
     for size in SIZES:
-        handle_of(grown).grow(size)
+        grown._handle.grow(size)
         assert grown.weight.shape == (size, DIM)
         for emb, opt in zip((grown, whole), opts, strict=True):
             train(emb, opt, size)
@@ -102,9 +94,9 @@ def test_a_pending_gradient_stays() -> None:
         late = emb(torch.tensor([4, 2]))
         emb(torch.tensor([1, 2])).sum().backward()
         shown = emb.weight.grad
-        handle_of(emb).grow(sizes[1])
+        emb._handle.grow(sizes[1])
         emb(torch.tensor([8])).sum().backward()
-        handle_of(emb).grow(sizes[2])
+        emb._handle.grow(sizes[2])
         late.sum().backward()
         torch.nn.utils.clip_grad_norm_(emb.parameters(), 0.5)
         assert (emb.weight.grad.shape, shown.shape) == ((12, DIM), (sizes[0], DIM))
@@ -123,7 +115,7 @@ def test_what_shows_the_weight_and_its_state_grows(memory: Any, tmp_path: Path) 
     view, plane = emb.table.torch(), opt.state[emb.weight]["exp_avg"]
     leaf = emb.weight * 1
     assert isinstance(plane, EncodedPlane)
-    handle_of(emb).grow(8)
+    emb._handle.grow(8)
     assert (leaf.shape, (emb.weight * 1).shape, emb.weight.numel()) == ((5, DIM), (8, DIM), 8 * DIM)
     assert plane.shape == (8, DIM)
     assert opt.state_dict()["state"][0]["exp_avg"].shape == (8, DIM)
@@ -162,7 +154,7 @@ def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
 def test_a_running_step_does_not_grow() -> None:
     emb = embedding(pageable(5))
     opt = case_named("adamw").make(emb.parameters())
-    handle = handle_of(emb)
+    handle = emb._handle
     # Torch calls it before the hooks after a step.
     opt._optimizer_step_code = lambda: handle.grow(8)  # type: ignore[method-assign]
     with pytest.raises(OptimizerError, match="cannot grow to 8 rows while an optimizer steps"):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from checkpoint_cases import digest, flip
 from delta_cases import ADAMW, CASES, DIM, VOCABULARIES, World, chain, files_of, known_by_id
 from in_child import kill_at_line, run_child
@@ -253,9 +254,7 @@ def test_state_alone_changes_and_a_copy_has_its_generators(tmp_path: Path) -> No
     # What an optimizer has been given to load counts, before a step.
     mark, (copy, its_opt) = st.mark(net, opt), deepcopy((net, opt))
     for number in range(2):
-        net(torch.tensor([1, 2 + number]))[:, 0].sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, net(torch.tensor([1, 2 + number]))[:, 0].sum())
         mark = st.save_delta(tmp_path / "delta.safetensors", net, mark, opt)
         drawn = torch.get_rng_state()
         torch.manual_seed(7)

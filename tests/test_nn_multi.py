@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Doubled
+from cases import Doubled, take_step
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -51,10 +51,9 @@ def batches(steps: int, size: int = 12) -> Iterator[Tensor]:
 def train(modules: Any, forward: Callable[[Any, Tensor], Tensor], make: Any, steps: int = 25) -> Any:
     optimizer = make(list(modules.parameters()))
     for ids in batches(steps):
-        optimizer.zero_grad()
         rows = forward(modules, ids)
-        ((rows * torch.linspace(0.1, 1.5, rows.numel()).view(rows.shape)).square().mean() + rows.mean()).backward()
-        optimizer.step()
+        scale = torch.linspace(0.1, 1.5, rows.numel()).view(rows.shape)
+        take_step(optimizer, (rows * scale).square().mean() + rows.mean())
     return optimizer
 
 
@@ -282,9 +281,7 @@ def test_a_copy_of_a_model_with_a_head_tied_to_a_feature(tmp_path: Path) -> None
     for each in (copied := copy.deepcopy(model), model):
         opt = torch.optim.Adam(each.emb.parameters(), lr=0.1)
         for _ in range(2):
-            opt.zero_grad()
-            each.head(each.emb["a"](torch.tensor([1, 2]))).square().sum().backward()
-            opt.step()
+            take_step(opt, each.head(each.emb["a"](torch.tensor([1, 2]))).square().sum())
     assert torch.equal(copied.head.weight, copied.emb["a"].weight)
     assert torch.equal(copied.emb.weight, model.emb.weight)
     st.save_checkpoint(tmp_path, model, opt)

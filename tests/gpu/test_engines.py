@@ -41,8 +41,20 @@ SANITIZED = {"mapped, three warps a block": pytest.mark.sanitizer}
 HOLD_CYCLES = 40_000_000  # about 20 ms: far longer than any call here takes
 
 
-class OnDevice(PaddingCases, EngineCases):
+class TestEngines(PaddingCases, EngineCases):
     """The cases, and order between streams: races that are provoked."""
+
+    @pytest.fixture(params=[pytest.param(name, marks=SANITIZED.get(name, ())) for name in ENGINES])
+    def way(self, request):
+        return ENGINES[request.param]
+
+    @pytest.fixture
+    def engine(self, way, device):
+        return way[1](device)
+
+    @pytest.fixture
+    def store(self, way, device, tmp_path):
+        return store_in(way[0], device, tmp_path)
 
     @pytest.mark.parametrize("held", ["scatter", "gather"])
     def test_a_call_held_back_is_waited_for(self, engine, device, store, held):
@@ -129,17 +141,3 @@ class OnDevice(PaddingCases, EngineCases):
         concurrently(work, (0, 1))
         engine.wait()
         assert plane.eq(50).all()
-
-
-class TestEngines(OnDevice):
-    @pytest.fixture(params=[pytest.param(name, marks=SANITIZED.get(name, ())) for name in ENGINES])
-    def way(self, request):
-        return ENGINES[request.param]
-
-    @pytest.fixture
-    def engine(self, way, device):
-        return way[1](device)
-
-    @pytest.fixture
-    def store(self, way, device, tmp_path):
-        return store_in(way[0], device, tmp_path)

@@ -8,15 +8,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer as st
-from gpu.tools import hold, synchronizing
+from gpu.tools import fakegpu, hold, synchronizing
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
 from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
-
-try:
-    import fakegpu  # the emulated GPU
-except ImportError:
-    fakegpu = None
 
 NUM_ROWS, DIM = 41, 16
 OPTIMIZERS = {

@@ -15,17 +15,9 @@ from speedtransfer.engines import MappedEngine, StagedEngine
 from speedtransfer.errors import HostMemoryError, format_bytes
 
 
-@pytest.fixture
-def no_page_locking(monkeypatch):
-    """Let CUDA refuse to lock pages, as at a limit of the container."""
-    runtime = load_cupy().cuda.runtime
-
-    monkeypatch.setattr(runtime, "hostAlloc", raising(runtime.CUDARuntimeError(2)))
-    return monkeypatch
-
-
 @pytest.mark.parametrize("memory", ["pageable", "mmap"])
-def test_a_staging_buffer_that_there_is_no_room_for(device, tmp_path, memory, no_page_locking):
+def test_a_staging_buffer_that_there_is_no_room_for(device, tmp_path, memory, monkeypatch):
+    """CUDA refuses to lock pages, as at a limit of the container."""
     table = embedding_in(memory, tmp_path, device, 1000, 128, kind=st.Table).fill_(1)
     index, rows = torch.arange(1000, device=device), torch.ones(2, 128, device=device)
     calls = [
@@ -33,12 +25,14 @@ def test_a_staging_buffer_that_there_is_no_room_for(device, tmp_path, memory, no
         (lambda: table.gather([1, 2, 1]), 3 * 512),
         (lambda: table.scatter([1, 2], rows), 2 * 512),
     ]
+    runtime = load_cupy().cuda.runtime
+    monkeypatch.setattr(runtime, "hostAlloc", raising(runtime.CUDARuntimeError(2)))
     for call, num_bytes in calls:
         with pytest.raises(HostMemoryError) as error:
             call()
         message = one_line(error)
         assert f"{format_bytes(num_bytes)} ({num_bytes} bytes): cudaErrorMemoryAllocation" in message
-    no_page_locking.undo()
+    monkeypatch.undo()
     table.scatter([1, 2], rows * 2)
     assert table.gather(index)[:, 0].tolist() == [1, 2, 2] + [1] * 997
 

@@ -44,15 +44,10 @@ def trained(device, group, memory, folder, ahead=False, **options):
 @pytest.mark.parametrize("memory", ["pinned", "pageable", "device", "mmap"])
 @pytest.mark.parametrize("form", FORMS)
 def test_alone_in_a_group_the_bits_of_an_ordinary_table(device, group, memory, form, tmp_path):
-    ours = trained(device, group, memory, tmp_path, **FORMS[form])
-    assert torch.equal(ours, trained(device, None, memory, tmp_path, **FORMS[form]))
-
-
-@pytest.mark.parametrize("memory", ["pinned", "pageable"])
-@pytest.mark.parametrize("form", ["lazy", "exact", "int8"])
-def test_ids_sent_ahead_change_no_bit(device, group, memory, form, tmp_path):
-    ours = trained(device, group, memory, tmp_path, ahead=True, **FORMS[form])
-    assert torch.equal(ours, trained(device, group, memory, tmp_path, **FORMS[form]))
+    """Also where ids are sent ahead."""
+    wanted = trained(device, None, memory, tmp_path, **FORMS[form])
+    for ahead in (False, True):
+        assert torch.equal(trained(device, group, memory, tmp_path, ahead, **FORMS[form]), wanted)
 
 
 def test_ids_out_of_range_are_told_at_the_lookup(device, group):

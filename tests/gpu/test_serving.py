@@ -9,13 +9,9 @@ from cases import take_step
 from torch import nn
 
 import speedtransfer as st
+from gpu.tools import fakegpu
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.tracing import ONE_GRAPH
-
-try:
-    import fakegpu  # the emulated GPU, which lists every call
-except ImportError:
-    fakegpu = None
 
 ROWS, DIM = 300, 16
 MEMORIES = ["pinned", "device", "pageable"]

@@ -1,7 +1,5 @@
 """SpeedTorch's names on the device: its users' loop in every memory, and what CuPy shows of the rows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

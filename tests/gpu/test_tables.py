@@ -14,12 +14,6 @@ from speedtransfer.engines import engine_names
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
 
-def gather_and_wait(table, index, planes):
-    """Gather, and hear at the latest now of an index that only the device has seen."""
-    table.gather(index, planes)
-    table.wait()
-
-
 class OnCuda(TableContract):
     def test_rows_are_gathered_to_the_device(self):
         table = self.numbered()
@@ -41,7 +35,8 @@ class OnCuda(TableContract):
         for planes in ("weight", ["weight"]):
             message = r"^index\[1\].* is 10 but the table has 10 rows \(0 to 9\); clamp"
             with pytest.raises(IndexError, match=message) as error:
-                gather_and_wait(table, bad, planes)
+                # It is heard of at the latest when it is waited for.
+                (table.gather(bad, planes), table.wait())
             one_line(error)
         with pytest.raises(IndexError, match=r"^index\[2\] is -1 but rows count from 0"):
             table.scatter(torch.tensor([3, 4, -1], device=self.device), torch.ones(3, 4, device=self.device))

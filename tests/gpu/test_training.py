@@ -236,22 +236,31 @@ def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
         check_same(planes_of(emb, opt).values(), list(first.values()))
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("memory", [*MEMORIES, "auto"])
 @pytest.mark.parametrize(
     ("name", "idle"), [("adamw", "exact"), ("adadelta", "auto"), ("asgd", "exact"), ("sgd-momentum", "lazy")]
 )
-def test_state_moves_with_the_table(device, tmp_path, name, idle, memory):
+def test_a_gradient_and_state_move_with_the_table(device, tmp_path, name, idle, memory):
+    """There and back between backward and step: the weight stays the same object, and what pads unique rows is not seen."""
     make, batches = case_named(name).make, skewed_batches(NUM_ROWS, DIM, 8)
     emb, stays = embedding(memory, tmp_path, device, idle=idle), st.Embedding(NUM_ROWS, DIM, idle=idle, device="cpu")
     stays.load_state_dict(emb.state_dict())
-    opt, expected = make([emb.weight]), make([stays.weight])
+    weight, opt, expected = emb.weight, make([emb.weight]), make([stays.weight])
     for number, (ids, target) in enumerate(batches):
-        if number % 2:
-            emb.to("cpu" if number in (1, 5) else device)
         for module, optimizer in ((emb, opt), (stays, expected)):
             optimizer.zero_grad()
-            squared_loss(module(ids.to(module.table.device)), target.to(module.table.device)).backward()
-            optimizer.step()
+            loss = squared_loss(module(ids.to(module.table.device)), target.to(module.table.device))
+            (loss + module.weight.square().sum() if number == 3 else loss).backward()
+        if number % 2:
+            there = torch.device("cpu") if number in (1, 5) else device
+            emb.to(there)
+            assert emb.weight is weight
+            assert weight.device == weight.data.device == weight.grad.device == there
+        opt.step()
+        expected.step()
+        # Not before: who looks at a gradient trims it.
+        grads = [module.weight.grad.to_dense().cpu() for module in (emb, stays)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
         found = opt.state_dict()["state"][0]
         assert found.keys() == expected.state_dict()["state"][0].keys()
         torch.testing.assert_close(planes_of(emb, opt), planes_of(stays, expected), rtol=1e-4, atol=1e-5)

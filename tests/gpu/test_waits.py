@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.tools import hold, no_garbage, synchronizing  # noqa: F401 - one is a fixture
-
-try:
-    import fakegpu  # the emulated GPU, which lists every call
-except ImportError:
-    fakegpu = None
+from gpu.tools import fakegpu, hold, no_garbage, synchronizing  # noqa: F401 - one is a fixture
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))

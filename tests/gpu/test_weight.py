@@ -46,14 +46,6 @@ def test_as_torch(kind, name):
     compare(case, kind, torch.float64, moment, True)
 
 
-ROWS, DIM = 50, 8
-
-
-def rows_of(emb):
-    """Return all rows on the CPU, not by way of the weight."""
-    return emb.state_dict()["weight"].detach().cpu().float().clone()
-
-
 class TestMemory:
     def test_construction_of_adagrad_takes_none_on_the_device(self, device):
         """Neither does the first step, which fills its plane of state in chunks."""
@@ -113,38 +105,3 @@ def test_a_step_with_clipping_waits_once_at_most(device, memory):
             nn.utils.clip_grad_value_(emb.parameters(), 1.0)
             opt.step()
     assert len(found) <= 1
-
-
-# --- training by all of it ----------------------------------------------------------------------------------------------
-
-
-class TestModels:
-    @pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
-    def test_there_and_back(self, device, memory):
-        """A model made on the host, moved in the midst of training, and back: its weight stays the same object."""
-        results = []
-        for make in (lambda *size: st.Embedding(*size, memory=memory, idle="exact", device="cpu"), nn.Embedding):
-            torch.manual_seed(1)
-            emb = make(ROWS, DIM)
-            weight, opt = emb.weight, torch.optim.SGD(emb.parameters(), lr=0.1)
-            for step, move in enumerate(("cpu", device, device, "cpu", "cpu")):
-                ids = (torch.arange(6) // 2 * 7 + step) % ROWS
-                opt.zero_grad()
-                (emb(ids.to(weight.device)).square().sum() + emb.weight.square().sum()).backward()
-                emb.to(move)
-                assert emb.weight is weight
-                assert weight.device == weight.data.device == weight.grad.device == torch.device(move)
-                opt.step()
-            results.append(rows_of(emb))
-        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-    def test_moved_between_backward_and_step(self, device):
-        """What pads the unique rows of a batch does not show."""
-        emb = st.Embedding(10, 4, memory="pinned", device=device, idle="lazy")
-        dense = nn.Embedding.from_pretrained(emb.weight.detach().clone(), freeze=False)
-        for module in (emb, dense):
-            module(torch.tensor([1, 1, 2], device=device)).sum().backward()
-            module.cpu()
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
-        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad)
-        torch.testing.assert_close(emb.weight.detach(), dense.weight.detach())

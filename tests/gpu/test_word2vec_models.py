@@ -1,7 +1,5 @@
 """A step of every model on the device is that of the host, and the same each time."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

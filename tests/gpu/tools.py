@@ -21,6 +21,11 @@ import speedtransfer as st
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 
+try:
+    import fakegpu  # the emulated GPU, which lists every call
+except ImportError:
+    fakegpu = None
+
 HOLD_MS = 200  # far longer than any call here takes
 
 # Engines by name, those that serve page-locked memory and that of the device, and all pairs of a memory and an engine.
