@@ -63,15 +63,14 @@ class LazyOracle:
     @torch.no_grad()
     def step(self, step: Callable[[], Any] | None = None) -> Any:
         """Run `step` (default: the optimizer's own) and put idle rows back."""
-        before = {module: (module.weight.clone(), self._state(module)) for module in self.modules}
+        before = {}
+        for module in self.modules:
+            before[module] = module.weight.clone(), {key: value.clone() for key, value in self._rows(module).items()}
         with torch.enable_grad():  # a closure runs backward
             result = (step or self.optimizer.step)()
         for module, (weight, state) in before.items():
             self._put_back(module, weight, state)
         return result
-
-    def _state(self, module: nn.Module) -> dict[str, Tensor]:
-        return {k: v.clone() for k, v in self._rows(module).items()}
 
     def _rows(self, module: nn.Module) -> dict[str, Tensor]:
         state = tensors_in(self.optimizer.state.get(module.weight, {}))

@@ -247,10 +247,6 @@ def test_the_ordinary_way(name: str, switched_on: list[Any]) -> None:
     assert switched_on == []
 
 
-def a_hook_of_all(patch: pytest.MonkeyPatch, seen: list[Any]) -> Any:
-    return register_optimizer_step_pre_hook(lambda *args: seen.append(1))
-
-
 def a_step_of_somebody_else(patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
     before = Adam.step
     patch.setattr(Adam, "step", functools.wraps(before)(lambda *args: (seen.append(1), before(*args))[1]))
@@ -261,7 +257,7 @@ KEEPS: list[tuple[Callable[..., Any], int]] = [
     (lambda patch, seen: patch.setattr(fused_step, "is_capturing", lambda: True), 0),
     (lambda patch, seen: patch.setattr(fused_step, "is_trusted", lambda *args: False), 0),
     # Of both sides.
-    (a_hook_of_all, 12),
+    (lambda patch, seen: register_optimizer_step_pre_hook(lambda *args: seen.append(1)), 12),
     (a_step_of_somebody_else, 12),
 ]
 

@@ -54,18 +54,15 @@ class TestCompile:
     def test_compiles_for_every_architecture(self, architecture):
         for source in SOURCES:
             self.check_code(source, architecture.replace("sm_", "compute_"))
-            self.check_machine_code(source, architecture)
-
-    def check_machine_code(self, source, architecture):
-        cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))
-        assert cubin.startswith(b"\x7fELF")
-        names = self.kernels_of(source)
-        assert all(name.encode() in cubin for name in names)
-        said = [line for line in log.splitlines() if line.strip() and not re.match(r"ptxas (info)? +[:.] ", line)]
-        assert said == [], log
-        assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0")] * len(names)
-        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
-        assert max(registers) <= 128  # of 65,536: two blocks of 256 threads, the default launch, fit
+            cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))
+            assert cubin.startswith(b"\x7fELF")
+            names = self.kernels_of(source)
+            assert all(name.encode() in cubin for name in names)
+            said = [line for line in log.splitlines() if line.strip() and not re.match(r"ptxas (info)? +[:.] ", line)]
+            assert said == [], log
+            assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0")] * len(names)
+            registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+            assert max(registers) <= 128  # of 65,536: two blocks of 256 threads, the default launch, fit
 
     def test_catching_up_rounds_every_operation(self):
         """A product and a sum must not become one operation, which rounds once, as they do on no CPU."""

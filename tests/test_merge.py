@@ -44,9 +44,11 @@ KEPT += [(name, True, 2) for name in ("8-bit state", "vocabulary exact", "sgd ex
 
 @pytest.mark.parametrize(("name", "with_state", "steps"), few(RUNS, *KEPT, *(it for it in RUNS if not it[1])))
 def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(
-    name: str, with_state: bool, steps: int, tmp_path: Path
+    name: str, with_state: bool, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With idle="exact" too: who saves takes the steps that rows have missed, and so does who loads."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "_BLOCK_ROWS", 7)
     one, copy, merged = (World(name, with_state, tmp_path) for _ in range(3))
     one.steps(steps, 1)
     if name in VOCABULARIES:

@@ -91,14 +91,6 @@ def test_first_values_and_state_dicts_both_ways(named: bool) -> None:
     torch.testing.assert_close(other.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
-def test_first_values_beyond_a_chunk() -> None:
-    sizes = [33, 300_001, 5]
-    torch.manual_seed(1)
-    ours = st.MultiEmbedding(sizes, 16)
-    torch.manual_seed(1)
-    assert_same(ours, [nn.Embedding(size, 16) for size in sizes], 0)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", TRAINED, ids=str)

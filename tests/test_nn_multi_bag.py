@@ -69,15 +69,11 @@ def keyed(bags: Lists, weights: Any = None, names: Any = None) -> Any:
     return of_torchrec(torch.cat(flat), offsets_of(flat), [*(names or bags)], weights)
 
 
-def jagged(bags: list[Tensor]) -> Tensor:
-    return torch.nested.nested_tensor(bags, layout=torch.jagged)
-
-
 FORMS: dict[str, Callable[[Lists], Any]] = {
     "pairs": lambda bags: {name: (torch.cat(each), offsets_of(each)[:-1]) for name, each in bags.items()},
     "int32": lambda bags: {n: (torch.cat(b).int(), offsets_of(b)[:-1].int()) for n, b in bags.items()},
     "a list": lambda bags: [(torch.cat(bags[name]), offsets_of(bags[name])[:-1].tolist()) for name in FEATURES],
-    "nested": lambda bags: {name: jagged(each) for name, each in bags.items()},
+    "nested": lambda bags: {n: torch.nested.nested_tensor(each, layout=torch.jagged) for n, each in bags.items()},
     "like JaggedTensor": lambda bags: {name: of_torchrec(torch.cat(b), offsets_of(b)) for name, b in bags.items()},
     "like KeyedJaggedTensor": keyed,
     "in another order": lambda bags: keyed(bags, names=[*reversed(FEATURES)]),

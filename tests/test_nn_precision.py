@@ -74,10 +74,7 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: Any, given: torch.dtype) -
 WRONG = r"""
 storage_dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.float64 but must be None or one of torch.float32
 storage_dtype="int8" -> InvalidTypeError: storage_dtype is 'int8' but .*torch.float8_e5m2, 'split24'; pass one of them
-storage_dtype="split16" -> InvalidTypeError: storage_dtype is 'split16' but must be None or one of torch.float32
-storage_dtype="split24", dtype=torch.float64 -> InvalidTypeError: storage_dtype is split24 but the rows are torch.float64
 state_dtype="split24" -> InvalidTypeError: state_dtype is 'split24' but must be None or one of torch.float32, torch.bfloat16
-scale_block=32, storage_dtype="split24" -> InvalidValueError: scale_block is 32 but storage_dtype is split24, and only
 storage_dtype=torch.uint8 -> InvalidTypeError: storage_dtype is torch.uint8
 state_dtype=torch.int8 -> InvalidTypeError: state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)
 storage_dtype=torch.int8, dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.int8 but the rows are torch.float64

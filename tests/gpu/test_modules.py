@@ -12,10 +12,6 @@ SIZES, DIM = [7, 600, 3, 210], 16
 VOCAB = 50
 
 
-def multi(device, **options):
-    return embedding_in("pinned", None, device, SIZES, DIM, kind=st.MultiEmbedding, **options)
-
-
 def looked_up(ours, module, ids):
     """Look `ids` up; faults of CUDA kernels are reported when they are waited for, at the latest."""
     with torch.no_grad():
@@ -24,7 +20,7 @@ def looked_up(ours, module, ids):
 
 
 def test_ids_out_of_range_of_features(device):
-    ours = multi(device)
+    ours = embedding_in("pinned", None, device, SIZES, DIM, kind=st.MultiEmbedding)
     good = torch.zeros(5, len(SIZES), dtype=torch.int64, device=device)
     for feature, value in ((0, 7), (1, -1), (3, 210), (2, 2**62)):
         ids = good.clone()
