@@ -245,18 +245,6 @@ def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     one.steps(1, 2)
 
 
-def test_later_saves_come_later(tmp_path: Path) -> None:
-    one, saves = trained("adamw lazy", tmp_path), []
-    for epoch in range(3):
-        saves.append(one.save(tmp_path / "saved", extra=epoch, background=True))
-        assert all(save.done() for save in saves[:-1])
-        one.steps(1, epoch)
-    other = one.save(tmp_path / "elsewhere", background=True)
-    for save in (*saves, other):
-        save.wait()
-    assert one.load(tmp_path / "saved") == 2
-
-
 def test_it_is_found_by_who_reads_there_whatever_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
