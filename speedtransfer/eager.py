@@ -12,8 +12,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` eagerly inside a compiled model.
+def uncompiled(function: Callable[P, T], instead: Callable[P, T] | None = None) -> Callable[P, T]:
+    """Run `function` eagerly inside a compiled model, or `instead`, where that is given.
 
     ``torch.compiler.disable`` imports the compiler when it decorates, which takes seconds; here that waits until it is needed.
     """
@@ -21,7 +21,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
+            return torch.compiler.disable(instead or function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call

@@ -332,6 +332,38 @@ def test_the_weight_used_beside_the_lookup() -> None:
         compiled(model)(torch.tensor([1, 2]))
 
 
+WRITES: dict[str, Callable[[nn.Module], Any]] = {
+    "data": lambda emb: emb.weight.data.mul_(1.5),
+    "rows": lambda emb: emb.weight.detach()[2:5].fill_(0.5),
+    "another": lambda emb: setattr(emb.weight, "data", F.normalize(emb.weight.data)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_before_a_lookup_are_seen(name: str) -> None:
+    model, plain = pair()
+    ids = batches(1)[0]
+
+    def used(model: Model) -> Tensor:
+        WRITES[name](model.words)
+        return model(ids)
+
+    assert torch.equal(torch.compile(used, backend="aot_eager")(model), used(plain))
+
+
+@pytest.mark.parametrize("compiles_autograd", [False, True])
+def test_backward_in_a_compiled_function(compiles_autograd: bool) -> None:
+    """It deposits once, by lookups that are compiled or not; compiled autograd, which would trace it, is left out."""
+    model, plain = pair()
+    backward = torch.compile(lambda loss: loss.backward(), backend="aot_eager")
+    with torch._dynamo.config.patch(compiled_autograd=compiles_autograd):
+        for run in (model, torch.compile(model, backend="aot_eager")):
+            backward(run(batches(1)[0]).sum())
+            plain(batches(1)[0]).sum().backward()
+    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+
+
 def changed_ids(ids: Tensor) -> None:
     loss = compiled(st.Embedding(50, 4))(ids).sum()
     ids.zero_()

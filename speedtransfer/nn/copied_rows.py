@@ -29,12 +29,13 @@ _is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: 
 class Copied:
     """A copy of rows of a table that no tensor can alias, `values`; or the rows themselves, where they are only read.
 
-    `rows`, a handle or some of its rows, reads them again and stores them. Where they are `shared` out among processes it
-    raises, and only a change that is known has them read.
+    `rows`, a handle or some of its rows, reads them again and stores them; None: `values` are the rows. Where they are
+    `shared` out among processes it raises, and only a change that is known has them read.
     """
 
     def __init__(self, rows: Any, values: Tensor, shared: bool = False) -> None:
-        self.rows, self.values, self.shown, self.shared = rows, values, _state_of(rows.table), shared
+        self.rows, self.values, self.shared = rows, values, shared
+        self.shown = None if rows is None else _state_of(rows.table)
 
     def refresh(self) -> None:
         """Show the rows of now, if the table has changed."""

@@ -205,8 +205,7 @@ def check_ordinary(param: nn.Parameter, name: object = "weight") -> None:
 # --- functions that are called with the weight ----------------------------------------------------------------------------
 
 
-@uncompiled
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `func` with the whole table in place of each weight among its arguments."""
     if func in rowless:
         with as_tensor():
@@ -217,6 +216,27 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if result is not NotImplemented:
             return result
     return with_whole(func, args, kwargs)
+
+
+def _breaking_graphs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` as `_called` does, in a compiled model, which is not to have the memory of the table in a graph.
+
+    It would write to that after a lookup that comes later, whose operator reads it without being told.
+    """
+    result, handles = _called(func, args, kwargs), list[Handle]()
+    if func in rowless:
+        return result
+    tree_map_only((TableWeight, WeightData), lambda weight: handles.append(handle_of(weight)), (args, kwargs))
+    sources = [Copied(None, handle.table.view("weight")) for handle in handles if handle.aliased]
+
+    def apart(tensor: Tensor) -> Any:
+        # What has a graph of autograd is not written to.
+        return tensor if tensor.requires_grad else writing_back(tensor, sources)
+
+    return tree_map_only(Tensor, apart, result)
+
+
+_call = uncompiled(_called, _breaking_graphs)
 
 
 def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Tensor | None = None) -> Any:
@@ -320,13 +340,16 @@ def refusing_weights(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attribute(name: str) -> property:
     """Return an attribute of a tensor as a property that `torch.compile` runs: by itself it would look at the placeholder."""
-    getter = getattr(Tensor, name).__get__
+    of_tensor = getattr(Tensor, name)
 
     def read(weight: Any) -> Any:
-        return _call(getter, (weight,), {})
+        return _call(of_tensor.__get__, (weight,), {})
 
-    return property(read)
+    def write(weight: Any, value: Any) -> None:
+        _call(of_tensor.__set__, (weight, value), {})
+
+    return property(read, write)
 
 
-for _name in ("T", "mT", "H", "mH"):
+for _name in ("T", "mT", "H", "mH", "data"):
     setattr(TableWeight, _name, _attribute(_name))

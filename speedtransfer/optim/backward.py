@@ -6,6 +6,7 @@ A compiled lookup is not joined to its weight: the leaf of its anchor stands for
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,15 @@ def knowing_tables(backward: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(backward)
     def called(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # Hooks of tables deposit gradients, which a compiler may not repeat.
+            return torch.compiler.disable(called)(*args, **kwargs)
+        # Not imported for this, which takes seconds.
+        compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled_autograd, "compiled_autograd_enabled", False) and any_handles():
+            # It would record one batch; what is left without it are the same numbers.
+            with compiled_autograd._disable():
+                return called(*args, **kwargs)
         if kwargs.get("inputs") is not None and any_handles():
             kwargs["inputs"] = _edges_to(kwargs["inputs"])
         # One within another (a checkpoint that runs a part of the model again) is a part of that.
