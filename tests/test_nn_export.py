@@ -15,6 +15,7 @@ from torch import nn
 import speedtransfer as st
 from speedtransfer import to_dense
 from speedtransfer.errors import HostMemoryError, InvalidTypeError
+from speedtransfer.nn.tracing import ONE_GRAPH
 
 IDS = torch.tensor([[1, 7, 2], [0, 7, 19]])
 
@@ -152,6 +153,17 @@ def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
     torch.testing.assert_close(program.module()(IDS + 0), expected)
     with pytest.raises(IndexError):
         program.module()(IDS + 1)
+
+
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph at a lookup")
+def test_torch_export_of_a_condition() -> None:
+    class Either(Model):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.cond(ids.sum() > 30, lambda ids: self.words(ids), lambda ids: self.words(ids) * 2, (ids,))
+
+    model = Either()
+    program = torch.export.export(model, (IDS,), strict=False).module()
+    assert all(torch.equal(program(ids), model(ids)) for ids in (IDS, IDS * 0 + 1))
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.export raises by itself, and does not say that it traces")

@@ -13,6 +13,7 @@ from forked import run_script
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError
@@ -177,6 +178,8 @@ def test_tensors_without_values() -> None:
     emb, mode = st.Embedding(12, 5), FakeTensorMode(allow_non_fake_inputs=True)
     with mode, pytest.raises(InvalidTypeError, match="FakeTensorMode cannot record how Embedding looks rows up"):
         emb(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(InvalidTypeError, match="make_fx cannot record how Embedding looks rows up"):
+        make_fx(st.Embedding(12, 5, cache_rows=4))(torch.tensor([3]))
     with mode, pytest.raises(InvalidTypeError, match="is made under FakeTensorMode"):
         st.Embedding(12, 5)
     assert emb(IDS).shape == (2, 3, 5)

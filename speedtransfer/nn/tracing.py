@@ -42,7 +42,10 @@ def recorded_as(
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
-                if _is_exporting() and self._has_rows():
+                if _is_exporting():
+                    if not self._has_rows():
+                        # Torch has put others in their place, which it records.
+                        return method(self, *args, **kwargs)
                     refuse_to_record(self, "torch.export")
                 if ONE_GRAPH and instead is not None:
                     found = instead(self, *args, **kwargs)
@@ -58,8 +61,9 @@ def recorded_as(
                     refuse_to_record(self, "torch.fx")
                 raise
             except RuntimeError:
-                if is_fake():
-                    refuse_to_record(self, "FakeTensorMode")
+                for tool, mode in _TRACING.items():
+                    if torch._C._get_dispatch_mode(mode) is not None:
+                        refuse_to_record(self, tool)
                 raise
 
         return call
@@ -67,9 +71,13 @@ def recorded_as(
     return decorated
 
 
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = {"FakeTensorMode": _MODES.FAKE, "make_fx": _MODES.PROXY}
+
+
 def is_fake() -> bool:
     """Tell whether tensors that are made have no values (``FakeTensorMode``)."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return torch._C._get_dispatch_mode(_MODES.FAKE) is not None
 
 
 def refuse_to_export(module: nn.Module) -> None:
