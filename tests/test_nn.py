@@ -269,6 +269,21 @@ def test_positional_arguments_are_those_of_torch(kind: str) -> None:
     assert isinstance(ours, getattr(nn, kind))
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_that_is_set_after_the_module_was_made(kind: str, sparse: bool) -> None:
+    """It may be counted from the end, and sparse gradients leave it out from then on."""
+    modules = both(kind=kind, sparse=sparse)
+    for module in modules:
+        opt = (torch.optim.SparseAdam if sparse else torch.optim.Adam)([*module.parameters()], lr=0.1)
+        for padding in (None, 2, -10, 1, None):
+            module.padding_idx = padding
+            take_step(opt, module(torch.tensor([[1, 2, 2], [3, 1, 4]])).square().sum())
+    torch.testing.assert_close(modules[0].weight.detach(), modules[1].weight.detach())
+    with pytest.raises(AssertionError, match="padding_idx must be within num_embeddings: it is 12"):
+        modules[0].padding_idx = 12
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_the_place_of_the_class_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in projects that make ``nn.Embedding`` themselves: those made later are ours, subclasses too."""

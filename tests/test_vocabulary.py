@@ -88,6 +88,7 @@ module(other.prefetch(ids(1))) -> InvalidValueError: this ticket was made for
 setattr(module, "weight", other.weight) -> InvalidTypeError: weight of another table, whose ids are the numbers of its rows
 setattr(module, "weight", nn.Linear(3, 4).weight) -> InvalidValueError: replaced by another parameter
 setattr(other, "weight", module.weight) -> InvalidValueError: padding_idx is 1 but
+setattr(module, "padding_idx", 1) -> InvalidValueError: padding_idx of weight becomes 1 but its vocabulary has None
 module.weight.data.__isub__(1) -> InvalidValueError: cannot be written as a whole
 torch._foreach_mul_([other.weight.data, module.weight.data], 0.5) -> InvalidValueError: cannot be written as a whole
 nn.init.trunc_normal_(module.weight) -> InvalidTypeError: trunc_normal_ would cut them off at -2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
@@ -50,6 +51,8 @@ class Feature(nn.Embedding, VocabularyModule):
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None
     _rounds = None  # type: Any
+    # What the lookups of all features at once know of each.
+    _fixed = frozenset(inspect.signature(nn.Embedding).parameters)
 
     def __init__(
         self,
@@ -66,21 +69,22 @@ class Feature(nn.Embedding, VocabularyModule):
         # Not the module itself, which has this one: a cycle would keep the table until the next gc.
         self._shared_parameters, self.name, self.number, self.start = multi._parameters, name, number, start
         self._rounds = multi._rounds
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
+        self.num_embeddings, self.embedding_dim = num_embeddings, multi.embedding_dim
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
         if padding_idx is not None and keys is not None:
             given = as_ids([padding_idx])
-            self.padding_idx = int(given)
+            padding_idx = int(given)
             if keys.first_beyond(given) is not None:
-                raise self.out_of_range(self.padding_idx, None, ())
+                raise self.out_of_range(padding_idx, None, ())
         elif padding_idx is not None:
             padding_idx = check_size(padding_idx, f"padding_idx of feature {name!r}", -(2**63))
             # The same exception as torch.nn raises, for code that catches it.
             assert -num_embeddings <= padding_idx < num_embeddings, (
                 f"padding_idx of feature {name!r} must be within its {num_embeddings} rows but is {padding_idx}"
             )
-            self.padding_idx = padding_idx % num_embeddings
+            padding_idx %= num_embeddings
+        self.padding_idx = padding_idx
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
@@ -233,6 +237,11 @@ class Feature(nn.Embedding, VocabularyModule):
             )
         if name == "qconfig":
             refuse_to_quantize(self, value)
+        if name in self._fixed and vars(self).get(name, value) != value:
+            raise InvalidValueError(
+                f"{name} of feature {self.name!r} becomes {value!r} but features are looked up together, with what they were "
+                f"made with ({vars(self)[name]!r}); make the MultiEmbedding with {name}="
+            )
         super().__setattr__(name, value)
 
     def named_parameters(

@@ -66,14 +66,8 @@ class TableModule(VocabularyModule, ModuleState):
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
         # With a vocabulary it is an id, which is checked there.
-        if self.padding_idx is not None and options["vocabulary"] is None:
-            self.padding_idx = check_size(self.padding_idx, "padding_idx", -(2**63))
-            rows = self.num_embeddings
-            # The same exception as torch.nn raises, for code that catches it.
-            assert -rows <= self.padding_idx < rows, (
-                f"padding_idx must be within num_embeddings: it is {self.padding_idx} but there are {rows} rows"
-            )
-            self.padding_idx %= rows
+        if options["vocabulary"] is None:
+            self.padding_idx = self._checked_padding(self.padding_idx)
         self.idle = options["idle"]
         if device is None:
             device = torch.get_default_device()
@@ -113,6 +107,17 @@ class TableModule(VocabularyModule, ModuleState):
             self._wait(registered, options)
         elif weight is None:
             self.reset_parameters()
+
+    def _checked_padding(self, padding_idx: int | None) -> int | None:
+        """Return the number of the row of padding, which may be counted from the end; raise unless there is such a row."""
+        if padding_idx is None:
+            return None
+        padding_idx, rows = check_size(padding_idx, "padding_idx", -(2**63)), self.num_embeddings
+        # The same exception as torch.nn raises, for code that catches it.
+        assert -rows <= padding_idx < rows, (
+            f"padding_idx must be within num_embeddings: it is {padding_idx} but there are {rows} rows"
+        )
+        return padding_idx % rows
 
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
@@ -329,14 +334,24 @@ class TableModule(VocabularyModule, ModuleState):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "qconfig":
             refuse_to_quantize(self, value)
-        handle = self.__dict__.get("_handle") if name == "sparse" else None
-        if handle is not None:
+        handle = self.__dict__.get("_handle")
+        if name == "sparse" and handle is not None:
             if handle.state is not None and bool(value) != handle.sparse:
                 raise InvalidValueError(
                     f"sparse of {handle} becomes {value!r} after a step, when the optimizer has state for gradients of the "
                     "other kind; set it before"
                 )
             handle.sparse = bool(value)
+        if name == "padding_idx" and self.__dict__.keys() & {"_handle", "_options"}:
+            if self.vocabulary is None:
+                value = self._checked_padding(value)
+            elif value != self.padding_idx:
+                raise InvalidValueError(
+                    f"padding_idx of {handle or 'this module'} becomes {value!r} but its vocabulary has {self.padding_idx!r}; "
+                    f"make the module with padding_idx={value!r}"
+                )
+            if handle is not None:
+                handle.set_padding(value)
         super().__setattr__(name, value)
 
     def _reads_another(self) -> bool:
