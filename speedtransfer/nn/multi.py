@@ -336,6 +336,14 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("max_norm", "norm_type", "scale_grad_by_freq") and vars(self).get(name, value) != value:
+            raise InvalidValueError(
+                f"{name} of a {type(self).__name__} becomes {value!r} but its features have {getattr(self, name)!r}, "
+                f"for lookups of each alone; make it with {name}="
+            )
+        super().__setattr__(name, value)
+
     def _use(self, handle: Handle) -> None:
         super()._use(handle)
         if self._keys is not None:
