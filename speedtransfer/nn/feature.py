@@ -247,8 +247,11 @@ class Feature(nn.Embedding, VocabularyModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield `weight`, so that an optimizer of it raises; the parameters of a model do not contain it."""
-        if self._keys is not None:
+        """Yield `weight`, so that an optimizer of it raises; the parameters of a model do not contain it.
+
+        With ``recurse=False``, as wrappers (FSDP, DDP) ask each module of a model, there is none: it has none of its own.
+        """
+        if self._keys is not None or not recurse:
             return
         yield f"{prefix}.weight" if prefix else "weight", self.weight
 

@@ -247,10 +247,6 @@ def _leave_out(module: nn.Module, tables: dict[str, Handle]) -> None:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     # Its list of parameters calls those of the model itself ".weight".
     ignored.update(*((name, f".{name}") for name in tables))
-    # It asks every module, also features, whose weights are parts of one.
-    for name, part in module.named_modules():
-        weights = part.named_parameters(recurse=False)
-        ignored.update(f"{name}.{key}" for key, param in weights if find_handle(param) is not None)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, wrap
+from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, table, wrap
 from ranks.run import on
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
@@ -129,7 +129,7 @@ def test_distributed_data_parallel(two, kind):
 # --- fully_shard ------------------------------------------------------------------------------------------------------------
 
 
-def wrap_fsdp(net: Net) -> nn.Module:
+def wrap_fsdp(net: nn.Module) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -140,6 +140,8 @@ def wrap_fsdp(net: Net) -> nn.Module:
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @on(2)
 def test_fully_shard(kind: str) -> None:
+    # Features are modules, too.
+    wrap_fsdp(nn.Sequential(table(kind, [5, 3], DIM, make=st.MultiEmbedding), nn.Linear(DIM, 1)))
     pair = nets(kind, sgd_with_momentum, pair={"wrap": wrap_fsdp})
     assert pair.train(0, 1, 2, clip=0.5, clipped=st.clip_grad_norm_) < 1e-12
     state = st.full_state_dict(pair.ours)
