@@ -99,19 +99,19 @@ class Exchange:
         With gloo alone: NCCL wants the messages of all groups in one order.
         """
         if not self.is_apart and self.may_be_beside:
-            self._apart = self.make_beside()
+            self._apart = self.make_beside("makes replicas")
 
     @property
     def may_be_beside(self) -> bool:
         """Whether messages can go beside the group; the same in all processes."""
         return self.ranks > 1 and self.on_host and "cpu:gloo" in dist.get_backend_config(self.group)
 
-    def make_beside(self) -> Any:
-        """Return another group of the same processes. Collective."""
+    def make_beside(self, point: str, about: str = "") -> Any:
+        """Return another group of the same processes, which meet for it as in `agree`. Collective."""
         options = getattr(self.group._get_backend(torch.device("cpu")), "options", None)
         timeout = getattr(options, "_timeout", dist.default_pg_timeout)
         # Not `new_group`, which all processes call, or else name a group by how many they have, maybe not equally many.
-        number = self.from_first(torch.tensor([secrets.randbits(63)], device="cpu")).item()
+        number = int(self.agree(point, [secrets.randbits(63)], about)[0, 0])
         store = dist.distributed_c10d.PrefixStore(f"speedtransfer/{number}", dist.distributed_c10d._get_default_store())
         return dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
 
@@ -335,7 +335,8 @@ class Exchange:
     def from_first(self, values: Tensor) -> Tensor:
         """Return the values that rank 0 has, ``values`` there."""
         moved = values.contiguous().view(torch.uint8).to(self._device())
-        dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
+        with self.told_of_failure("takes values of rank 0"):
+            dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
         self.traffic.calls += 1
         return moved.view(values.dtype).to(values.device)
 

@@ -29,7 +29,7 @@ class IdsAhead:
 
     def __init__(self, exchange: Exchange, sends: Tensor | None, parts: Sequence[Tensor], about: str) -> None:
         if exchange.beside is None:
-            exchange.beside, exchange.room_beside = exchange.make_beside(), _STEP
+            exchange.beside, exchange.room_beside = exchange.make_beside("looks up rows", about), _STEP
         room, self._tables = max(exchange.room_beside, len(parts)), len(parts)
         self._exchange, self._parts, self._about = exchange, parts, about
         self._word = zlib.crc32(about.encode())

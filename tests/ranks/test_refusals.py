@@ -72,6 +72,7 @@ emb(torch.tensor([(0, -1)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids
 emb(torch.tensor([0.5, 0.0])) -> ^InvalidTypeError
 emb(torch.tensor([ROWS])) -> ^RowIndexError
 sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more than {KEPT} lookups
+(emb.prefetch(ids()) if rank else emb(ids())) -> rank 0: .* lookups .in training.*; rank 1: .*: ids ahead, of weight
 multi(dict(x=(ids() % 3, torch.tensor([[0, 4, 5], [0, 4, 2]][rank])))) -> rank 1 // offsets.2. of feature 'x' is 2 after 4
 emb(emb.prefetch(torch.tensor([5, ROWS])[rank:][:1])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
 (emb.prefetch(ids()), emb(ids() + rank)) -> rank 0: rows ahead.*rank 1: weight after 0 steps, .* lookups .in training
