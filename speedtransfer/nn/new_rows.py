@@ -196,4 +196,6 @@ class NewRows:
 def path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:
     """Return the file of this process, where all were given `path`; a folder has files without a name."""
     path = Path(path)
-    return path if path.is_dir() else path.with_name(f"{path.stem}-{exchange.rank}-of-{exchange.ranks}{path.suffix}")
+    if path.is_dir() or not path.suffix:
+        return path
+    return path.with_name(f"{path.stem}-{exchange.rank}-of-{exchange.ranks}{path.suffix}")
