@@ -351,6 +351,22 @@ def test_writes_before_a_lookup_are_seen(name: str) -> None:
     assert torch.equal(torch.compile(used, backend="aot_eager")(model), used(plain))
 
 
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 12}])
+def test_rows_of_the_table(options: dict[str, Any]) -> None:
+    emb, ids = st.Embedding(30, 4, **options), torch.tensor([1, 5, 7])
+    take_step(torch.optim.AdamW(emb.parameters()), emb(ids + 1).sum())
+    before = emb.table[ids]
+
+    def used(ids: Tensor) -> tuple[Tensor, Tensor]:
+        rows = emb.table[ids]
+        emb.table[ids] = rows + 1
+        return rows, emb.table.gather(ids)
+
+    rows, after = torch.compile(used, backend="aot_eager")(ids)
+    assert torch.equal(rows, before)
+    assert torch.equal(after, before + 1)
+
+
 @pytest.mark.parametrize("compiles_autograd", [False, True])
 def test_backward_in_a_compiled_function(compiles_autograd: bool) -> None:
     """It deposits once, by lookups that are compiled or not; compiled autograd, which would trace it, is left out."""

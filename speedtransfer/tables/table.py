@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from speedtransfer import buffers
 from speedtransfer.dtypes import rows_at
+from speedtransfer.eager import uncompiled
 from speedtransfer.engines import SELECTED
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables import stats
@@ -123,6 +124,7 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
     def gather(
         self, index: Any, planes: Sequence[str], *, dtype: DType | None = ..., check: bool = ..., catch_up: bool = ...
     ) -> dict[str, Tensor]: ...
+    @uncompiled
     def gather(
         self,
         index: Any,
@@ -246,6 +248,7 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
             self._stats.gathered_bytes += num_bytes
         return rows
 
+    @uncompiled
     def scatter(self, index: Any, rows: Any, *, convert: bool = False, check: bool = True) -> None:
         """Write rows into the table. A row named twice is an error: nothing is written.
 
