@@ -44,19 +44,13 @@ def plan(
     storage_dtype: Annotated[
         str | None,
         typer.Option(
-            "--storage-dtype",
-            "--storage",
-            help=f"How rows are stored: {', '.join(STORAGE_NAMES)}.",
-            show_default="several",
+            "--storage-dtype", "--storage", help=f"Rows are one of {', '.join(STORAGE_NAMES)}.", show_default="several"
         ),
     ] = None,
     state_dtype: Annotated[
         str | None,
         typer.Option(
-            "--state-dtype",
-            "--state",
-            help=f"How the optimizer's state is stored: {', '.join(STATE_NAMES)}.",
-            show_default="several",
+            "--state-dtype", "--state", help=f"State is one of {', '.join(STATE_NAMES)}.", show_default="several"
         ),
     ] = None,
     scale_block: Annotated[
