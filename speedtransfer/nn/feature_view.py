@@ -207,7 +207,8 @@ class FeatureView:
                 "number of rows"
             )
         self.of.step.recover()
-        if not (self.aliased and values.data_ptr() == self.whole().data_ptr()):
+        own = self.of.table.stored("weight")[self.start : self.stop]
+        if values.is_meta or values.data_ptr() != own.data_ptr():
             self.of.check_part(self, values)
         self.store(values)
 

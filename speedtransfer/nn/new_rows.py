@@ -194,7 +194,7 @@ class NewRows:
 
 
 def path_of(path: str | os.PathLike[str], exchange: Exchange) -> Path:
-    """Return the file of this process, where all were given `path`; a folder has files without a name."""
+    """Return the file of this process, where all were given `path`; a folder, or one that is missing, as it is."""
     path = Path(path)
     if path.is_dir() or not path.suffix:
         return path

@@ -166,6 +166,7 @@ class Optimizers(Shaped):
         with torch.inference_mode(False), without_gradients(self.given_optimizer):
             weights = self._like.new_zeros(1, self.embed_dimension)
             trial = Trial(self.given_optimizer, self._group(), weights)
-            trial.step(sparse_gradient(weights) if self._specs.gradient == "sparse" else weights)
+            grad = torch.zeros_like(weights)
+            trial.step(sparse_gradient(grad) if self._specs.gradient == "sparse" else grad)
             late = {name for name, spec in self._specs.items() if spec.late}
             return {key: cloned(value) for key, value in trial.first.items() if key not in late}

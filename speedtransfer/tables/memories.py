@@ -94,7 +94,7 @@ class Memory(ABC):
         """Raise `HostMemoryError` where more planes of a table and those that it has exceed the machine's memory."""
         held, have = sum(plane.nbytes for plane in planes.values()), physical_bytes()
         need = num_rows * sum(width * dtype.itemsize for width, dtype in specs.values())
-        if self._is_on_host and have and held + need > have:
+        if need and self._is_on_host and have and held + need > have:
             raise HostMemoryError(
                 f"{', '.join(map(repr, specs))} of {num_rows} rows ask for {format_bytes(need)} beside the "
                 f"{format_bytes(held)} of their others, but this machine has {format_bytes(have)} of memory; pass "

@@ -192,15 +192,15 @@ class Settings:
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, check_setting(name, getattr(self, name)))
-        if self.phrases and self.kind in ("graph", "adjacency"):
+        walked = self.kind in ("graph", "adjacency")
+        if self.phrases and walked:
             raise InvalidValueError(
                 f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
             )
-        if self.divide and (self.phrases or self.kind in ("graph", "adjacency")):
+        if self.divide and (self.phrases or walked):
             what = f"phrases={self.phrases}" if self.phrases else f"kind={self.kind!r}"
             raise InvalidValueError(f"divide is for text but {what} needs all of it in a process; drop one of them")
-        walked, unused = self.kind in ("graph", "adjacency"), dict[str, str]()
-        unused |= {} if walked else dict.fromkeys(("walks", "walk_length", "p", "q"), "kind='graph'")
+        unused = {} if walked else dict.fromkeys(("walks", "walk_length", "p", "q"), "kind='graph'")
         unused |= {} if self.buckets else dict.fromkeys(("min_n", "max_n"), "buckets")
         unused |= {} if self.phrases else {"phrase_threshold": "phrases"}
         for name, needed in unused.items():
