@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedtransfer
-from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
+from speedtransfer.optim.plane_view import PlaneView
 
 
 def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class Twins:
         # Full planes, shared scalars and the names of both; with exact rows the tolerance is a share of the largest value.
         state, wanted = dict(self.opt.state.get(self.ours.weight, {})), self.dense_opt.state.get(self.dense.weight, {})
         # Of a table with a cache.
-        state |= {key: value.decode() for key, value in state.items() if isinstance(value, EncodedPlane | PlaneView)}
+        state |= {key: value.decode() for key, value in state.items() if isinstance(value, PlaneView)}
         ours, theirs = tensors_in(state), tensors_in(wanted)
         assert (set(state), set(ours)) == (set(wanted), set(theirs))
         for key, value in theirs.items():

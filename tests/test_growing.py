@@ -24,7 +24,7 @@ import speedtransfer as st
 from speedtransfer import safetensors_io
 from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.tables import files, reserved
 from speedtransfer.tables.longer_files import LongerFile
 
@@ -114,7 +114,7 @@ def test_what_shows_the_weight_and_its_state_grows(memory: Any, tmp_path: Path) 
     train(emb, opt, 5)
     view, plane = emb.table.torch(), opt.state[emb.weight]["exp_avg"]
     leaf = emb.weight * 1
-    assert isinstance(plane, EncodedPlane)
+    assert isinstance(plane, PlaneView)
     emb._handle.grow(8)
     assert (leaf.shape, (emb.weight * 1).shape, emb.weight.numel()) == ((5, DIM), (8, DIM), 8 * DIM)
     assert plane.shape == (8, DIM)

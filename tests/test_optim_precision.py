@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.plane_view import PlaneView
 
 FORMS = (
     (torch.float16, torch.bfloat16),
@@ -110,7 +110,7 @@ def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -
 def test_nothing_decoded_is_kept() -> None:
     emb, opt = trained(state_dtype=torch.uint8)
     kept = opt.state[emb.weight]["exp_avg"]
-    assert (type(kept), kept.shape) == (EncodedPlane, (40, 24))
+    assert (type(kept), kept.shape) == (PlaneView, (40, 24))
     loaded = opt.state_dict()
     assert opt.state[emb.weight]["exp_avg"] is kept
     loaded["state"][0]["exp_avg"] += 1

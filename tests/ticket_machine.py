@@ -29,7 +29,7 @@ import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
-from speedtransfer.optim.placeholder import PlaneView
+from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Known
 
@@ -113,7 +113,7 @@ class Side:
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
-# Of encoded rows `data` is a copy; a state of 8 bits is shown by a placeholder.
+# Of encoded rows `data` is a copy, and so is an array of state of 8 bits.
 WRITES = """
 emb.table.scatter([row], torch.full((1, DIM), -1.0).to(emb.table.dtype))
 emb.weight[row] *= 0.5
@@ -122,7 +122,7 @@ emb.table.torch()[row].fill_(1)
 emb.table.numpy()[row] = 1
 if emb._handle.aliased: emb.weight.detach().numpy()[row] = 2
 [values[row].mul_(0.5) for values in state if type(values) is PlaneView]
-[values.numpy().__setitem__(row, 0.5) for values in state if type(values) is PlaneView and values.dtype != torch.bfloat16]
+[values.numpy().__setitem__(row, 0.5) for values in state if getattr(values, "has_memory", 0) and values.dtype.itemsize > 2]
 emb.table.fill_(0.5)
 torch.manual_seed(row); emb.reset_parameters()
 """.strip().splitlines()

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.nn.copied_rows import writes_to
+from speedtransfer.optim.copied_rows import writes_to
 
 
 class ShownRows(Tensor):

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.copied_rows import Copied, CopiedRows, writes_to, writing_back
 from speedtransfer.optim import Handle, find_handle
+from speedtransfer.optim.copied_rows import Copied, CopiedRows, writes_to, writing_back
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.optim.views import outside_of_transforms
 from speedtransfer.ranks.collectives import refuse_irecv, wait_for

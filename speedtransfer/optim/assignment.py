@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim.leaves import cloned, leaves, put
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.leaves import cloned
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
@@ -122,9 +121,7 @@ def _state_of(handle: Any) -> tuple[Any, dict[str, Any]]:
     if optimizer is None:
         return None, {}
     handle.rows.catch_up()
-    state = cloned(optimizer.state.get(handle.param) or {})
-    put(state, {name: value.decode() for name, value in leaves(state).items() if isinstance(value, EncodedPlane)})
-    return optimizer, state
+    return optimizer, cloned(optimizer.state.get(handle.param) or {})
 
 
 def _can_take(handle: Any, values: Tensor) -> bool:

@@ -28,7 +28,7 @@ from speedtransfer.optim.gradient_exchange import described, exchange_gradients
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
-from speedtransfer.optim.placeholder import EncodedPlane
+from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.optim.probe import Findings, Known, leaves_idle_rows, one_step, probe_optimizer
 from speedtransfer.optim.state import RowState
 from speedtransfer.tables import have_same_rows, overlap
@@ -315,10 +315,10 @@ def _given_by_another(handle: Handle, optimizer: Optimizer) -> dict[str, Any] | 
     if state is None or state.optimizer() is optimizer:
         return None
     given: dict[str, Any] | None = optimizer.state.get(handle.param)
-    placeholders = {n: v for n, v in leaves(given or {}).items() if isinstance(v, EncodedPlane)}
-    if given and placeholders:
+    views = {n: v for n, v in leaves(given or {}).items() if isinstance(v, PlaneView) and not v.has_memory}
+    if given and views:
         handle.rows.catch_up()
-        put(given, copy.deepcopy(placeholders))
+        put(given, copy.deepcopy(views))
     return given
 
 

@@ -8,9 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from speedtransfer.optim.placeholder import EncodedPlane
-
-_TENSORS = (Tensor, EncodedPlane)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (dict, *_SEQUENCES)
 
@@ -20,7 +17,7 @@ APART = "features"
 
 
 def leaves(state: dict[Any, Any]) -> dict[str, Any]:
-    """Return every tensor of `state`, or placeholder of one, by name: "exp_avg", or "buffers.0" for the first of a list.
+    """Return every tensor of `state` by name: "exp_avg", or "buffers.0" for the first of a list.
 
     Those that features have of their own are left out.
     """
@@ -32,7 +29,7 @@ def leaves(state: dict[Any, Any]) -> dict[str, Any]:
 def _collect(items: Iterable[tuple[Any, Any]], prefix: str, found: dict[str, Any]) -> None:
     for key, value in items:
         name = f"{prefix}{key}"
-        if isinstance(value, _TENSORS):
+        if isinstance(value, Tensor):
             if name in found:
                 raise ValueError(f"two entries of its state are called {name!r}")
             found[name] = value
@@ -46,7 +43,7 @@ def put(state: dict[Any, Any], values: dict[str, Any]) -> None:
     A name without a dot that `state` lacks is added; there is no telling the container of any other.
     """
     for name in values:
-        if not isinstance(state.get(name), _TENSORS):
+        if not isinstance(state.get(name), Tensor):
             break
     else:
         # Nothing lies deeper.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
-from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
+from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.state_planes import check_shape
 from speedtransfer.tables import Placement
@@ -59,7 +59,7 @@ def preparing(*steps: Callable[[Optimizer], None]) -> Callable[[Callable[..., An
 
 @contextmanager
 def without_rows() -> Iterator[None]:
-    """Let state dicts be saved and loaded where several processes own rows; planes are saved as placeholders or views."""
+    """Let state dicts be saved and loaded where several processes own rows; planes are saved as views."""
     token = _without_rows.set(True)
     try:
         yield
@@ -162,10 +162,10 @@ def _begin_anew(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> 
 
 @torch.no_grad()
 def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace placeholders in a state dict by values; the state itself is not changed.
+    """Replace views of planes in a state dict by plain tensors; the state itself is not changed.
 
-    These are placeholders for encoded planes, and state that a constructor made for no rows (Adagrad), which gets its initial
-    value. Strided planes (layout "rows") become contiguous: fused optimizers of torch on the CPU do not look at strides.
+    State that a constructor made for no rows (Adagrad) gets its initial value. Strided planes (layout "rows") become
+    contiguous: fused optimizers of torch on the CPU do not look at strides.
     """
     for handle, group, key in [*_entries(optimizer, state_dict)]:
         entry, own = state_dict["state"][key], handle.state
@@ -176,7 +176,7 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 del state_dict["state"][key]
         streamed = own.stored(entry) if own is not None and _without_rows.get() else {}
         found = {name: value for name, value in leaves(entry).items() if name not in streamed}
-        copied = {name: value.decode() for name, value in found.items() if isinstance(value, EncodedPlane | PlaneView)}
+        copied = {name: value.decode() for name, value in found.items() if isinstance(value, PlaneView)}
         copied |= {
             name: value.contiguous()
             for name, value in (found | copied).items()

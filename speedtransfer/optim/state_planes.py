@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.leaves import leaves, put
-from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
+from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.rows import LAST_STEPS, Rows
@@ -37,7 +37,7 @@ class StatePlanes:
         # Weak, as the parameter, and the owner, hold this object.
         self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(param)
         self._owner: Callable[[], RowOwner | None] = (lambda: None) if owner is None else weakref.ref(owner)
-        # By name of the state: its spec, the name of its plane, and the view of the whole plane or its placeholder.
+        # By name of the state: its spec, the name of its plane, and the view of the whole plane.
         self._specs: dict[str, PlaneSpec] = {}
         self._planes: dict[str, str] = {}
         self._views: dict[str, Any] = {}
@@ -100,15 +100,9 @@ class StatePlanes:
             self._drop_left(planes)
             raise
 
-    def _shown(self, name: str) -> PlaneView | EncodedPlane:
-        """Return a view of a plane, by the name of the state, or its placeholder."""
-        rows, plane, is_bool = self.rows, self._planes[name], self._specs[name].dtype == torch.bool
-        if not rows.is_viewable(plane):
-            return EncodedPlane(rows, plane)
-        if rows.table.cache_rows is not None or rows.table.max_rows is not None:
-            # A view would not show what the cache has, nor rows that come later.
-            return EncodedPlane(rows, plane, torch.bool if is_bool else rows.table.stored(plane).dtype)
-        return PlaneView(rows, plane, torch.bool if is_bool else None)
+    def _shown(self, name: str) -> PlaneView:
+        """Return a view of a plane, by the name of the state."""
+        return PlaneView(self.rows, self._planes[name], torch.bool if self._specs[name].dtype == torch.bool else None)
 
     def follow_move(self) -> None:
         """Show the planes where they are now: those on a device move with the table."""
@@ -203,12 +197,13 @@ class StatePlanes:
             self._reset([n for n in foreign if n not in loaded or placement is not None or n in in_sight])
             for name in loaded:
                 # Who has one of before the load does not see what was loaded.
-                if isinstance(self._views[name], EncodedPlane) and _is_held(self._views, name):
-                    self._views[name] = self._views[name].renewed()
+                if not self._views[name].has_memory and _is_held(self._views, name):
+                    self._views[name].drop()
+                    self._views[name] = self._shown(name)
         if loaded:
             self.rows.table.wait()
         for name, value in loaded.items():
-            values, plane = value.decode() if isinstance(value, EncodedPlane) else value, self._planes[name]
+            values, plane = value.decode() if isinstance(value, PlaneView) else value, self._planes[name]
             if placement is None:
                 self.rows.load(plane, values)
             else:
@@ -219,7 +214,7 @@ class StatePlanes:
 
     def _longer(self, name: str, value: Any) -> Tensor:
         """Return state of the first rows, and what the others begin with."""
-        values: Tensor = value.decode() if isinstance(value, EncodedPlane) else value
+        values: Tensor = value.decode() if isinstance(value, PlaneView) else value
         more = torch.arange(len(values), self.rows.num_loadable)
         weights = self.rows.read(more.to(self.rows.table.device))["weight"]
         return torch.cat([values, self.initial_rows(name, weights).to(values)])
@@ -228,10 +223,10 @@ class StatePlanes:
         """Tell whether somebody has a view of a plane, say a state dict, which is to keep the state before `value`."""
         table, plane = self.rows.table, self._planes[name]
         # Memory that processes share is made by all of them together.
-        if not self.rows.is_viewable(plane) or table.memory == "shared" or isinstance(value, EncodedPlane):
+        if not self.rows.is_viewable(plane) or table.memory == "shared" or not has_memory(value):
             return False
         # The state of before, which another parameter has by now perhaps.
-        if isinstance(self._views[name], PlaneView) and _is_held(self._views, name):
+        if self._views[name].has_memory and _is_held(self._views, name):
             return True
         stored = table.stored(plane)
         is_it = value.layout == torch.strided and value.data_ptr() == stored.data_ptr()
@@ -250,7 +245,7 @@ class StatePlanes:
     def _holds_initial(self, name: str, value: Tensor) -> bool:
         """Tell whether a state is its initial value everywhere (Adagrad's constructor makes it): planes hold that already."""
         initial = self._specs[name].initial
-        if initial is None or isinstance(value, EncodedPlane):
+        if initial is None or not has_memory(value):
             return False
         # One value expanded.
         if 0 in value.stride():
@@ -279,6 +274,11 @@ class StatePlanes:
                 "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"
             )
         self._shared |= unknown - self._views.keys()
+
+
+def has_memory(value: Tensor) -> bool:
+    """Tell whether a tensor's memory has its values."""
+    return value.has_memory if isinstance(value, PlaneView) else True
 
 
 def _is_held(views: dict[str, Any], name: str) -> bool:

@@ -11,7 +11,7 @@ import speedtransfer as st
 from gpu.tools import fakegpu, hold, synchronizing
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
-from speedtransfer.optim.placeholder import EncodedPlane, PlaneView
+from speedtransfer.optim.plane_view import PlaneView
 
 NUM_ROWS, DIM = 41, 16
 OPTIMIZERS = {
@@ -54,9 +54,7 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **
         squared_loss(linear(emb(ids.to(device))), target.to(device)).backward()
         (step or optimizer.step)(*([optimizer] if step else []))
     state = optimizer.state.get(emb.weight, {})
-    state = {
-        name: value.decode() if isinstance(value, EncodedPlane | PlaneView) else value for name, value in state.items()
-    }
+    state = {name: value.decode() if isinstance(value, PlaneView) else value for name, value in state.items()}
     found = {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "linear": linear.weight.detach(), **state}
     return {name: value.cpu().clone() for name, value in found.items()}
 
