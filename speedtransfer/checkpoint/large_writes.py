@@ -1,4 +1,4 @@
-"""Write a file front to back in large pieces, past the page cache of the system where the disk takes that.
+"""Write a file front to back in large pieces, each while the next one comes, past the page cache where the disk takes that.
 
 The pages of a checkpoint would take the place of what is in use, tables in files among it. And on a virtual machine new pages
 may be slow to come: writes by the cache then take up to ten times as long, which differs from one to the next
@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO
 
@@ -35,7 +36,10 @@ class LargeWrites:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.name = file, file.name
-        self._buffer: Any = None
+        # The one that is filled, and the one that is written meanwhile.
+        self._buffers = list[Any]()
+        self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
+        self._writing.set_result(None)
         self._used, self._written, self._direct = 0, 0, bool(_DIRECT)
 
     def __enter__(self) -> Self:
@@ -49,16 +53,19 @@ class LargeWrites:
     def write(self, data: Any) -> None:
         """Take bytes, which may change once this returns."""
         values = np.frombuffer(data, np.uint8)
-        if self._buffer is None:
+        if not self._buffers:
             # Aligned to pages.
-            self._buffer = np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8)
+            self._buffers = [np.frombuffer(mmap.mmap(-1, _BUFFER_BYTES), np.uint8) for _ in range(2)]
         while len(values):
             count = min(len(values), _BUFFER_BYTES - self._used)
-            self._buffer[self._used : self._used + count] = values[:count]
+            self._buffers[0][self._used : self._used + count] = values[:count]
             self._used += count
             values = values[count:]
             if self._used == _BUFFER_BYTES:
-                self._send(_BUFFER_BYTES)
+                self._writing.result()
+                self._writing = self._writer.submit(self._send, self._buffers[0])
+                self._buffers.reverse()
+                self._used = 0
 
     def can_share(self, origin: Origin) -> bool:
         """Tell whether the file, which has taken nothing yet, can share bytes of another."""
@@ -80,14 +87,14 @@ class LargeWrites:
                 # They would take the place of what is in use.
                 os.posix_fadvise(file.fileno(), begin + start, _BUFFER_BYTES, os.POSIX_FADV_DONTNEED)
 
-    def _send(self, count: int) -> None:
-        """Write the first bytes of the buffer, and keep the others."""
+    def _send(self, values: np.ndarray) -> None:
+        """Write some bytes of a buffer, which begin at a multiple of `_BLOCK` in it."""
         begin = 0
-        while begin < count:
-            direct = self._direct and not (self._written % _BLOCK or begin % _BLOCK or (count - begin) % _BLOCK)
+        while begin < len(values):
+            direct = self._direct and not (self._written % _BLOCK or begin % _BLOCK or (len(values) - begin) % _BLOCK)
             try:
                 self._set_direct(direct)
-                sent = os.write(self._file.fileno(), self._buffer[begin:count].data)
+                sent = os.write(self._file.fileno(), values[begin:].data)
             except OSError as error:
                 if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
@@ -95,8 +102,6 @@ class LargeWrites:
                 self._direct = False
                 continue
             begin, self._written = begin + sent, self._written + sent
-        self._used -= count
-        self._buffer[: self._used] = self._buffer[count : count + self._used].copy()
 
     def _set_direct(self, direct: bool) -> None:
         if _DIRECT:
@@ -106,13 +111,17 @@ class LargeWrites:
 
     def tell(self) -> int:
         """Return how many bytes have been taken."""
+        self._writing.result()
         return self._written + self._used
 
     def flush(self) -> None:
         """Write all that has been taken."""
+        self._writing.result()
         whole = self._used // _BLOCK * _BLOCK
-        for count in (whole, self._used - whole):
-            self._send(count)
+        for buffer in self._buffers[:1]:
+            self._send(buffer[:whole])
+            self._send(buffer[whole : self._used])
+        self._used = 0
 
     def fileno(self) -> int:
         """Return the number of the open file."""
@@ -120,4 +129,5 @@ class LargeWrites:
 
     def close(self) -> None:
         """Close the file; what has not been flushed is lost."""
+        self._writer.shutdown()
         self._file.close()

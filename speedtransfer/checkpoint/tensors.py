@@ -114,14 +114,19 @@ class TensorPlan:
         shared = self._shared(file)
         header, digest = self.header({name: origin for name, (_, origin) in shared.items()}), hashlib.sha256()
         with ThreadPoolExecutor(1) as hasher:
+            hashed = None
             for data, is_there in self._pieces(file, header, shared):
                 if not len(data):
                     continue
-                hashed = None if on_one_thread else hasher.submit(digest.update, data)
+                # The memory of this one is that of the next but one.
+                if hashed is not None:
+                    hashed.result()
+                if on_one_thread:
+                    digest.update(data)
+                else:
+                    hashed = hasher.submit(digest.update, data)
                 if not is_there:
                     file.write(data)
-                # The next chunk may come in the same memory.
-                digest.update(data) if hashed is None else hashed.result()
                 advance(len(data))
         return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
 
@@ -140,7 +145,7 @@ class TensorPlan:
         self, file: Any, header: dict[str, Any], shared: dict[str, tuple[Tensor, Origin]]
     ) -> Iterator[tuple[Any, bool]]:
         """Yield all bytes of `file` in order, and whether it has them by then."""
-        copied = np.empty(0, np.uint8)
+        copies = [np.empty(0, np.uint8) for _ in range(2)]
         yield header_bytes(header, align=BLOCK if shared else ALIGN), False
         for name in header:
             if name in shared:
@@ -158,12 +163,13 @@ class TensorPlan:
                 lock = tensor.lock if isinstance(tensor, PickedRows) else contextlib.nullcontext()
                 for chunk in read_chunks(tensor):
                     values = chunk.view(torch.uint8).numpy()
-                    if len(copied) < len(values):
-                        copied = np.empty(len(values), np.uint8)
+                    copies.reverse()
+                    if len(copies[0]) < len(values):
+                        copies[0] = np.empty(len(values), np.uint8)
                     # Other threads, or processes, may go on writing: what is written is what the checksum is of.
                     with lock:
-                        np.copyto(copied[: len(values)], values)
-                    yield copied[: len(values)].data, False
+                        np.copyto(copies[0][: len(values)], values)
+                    yield copies[0][: len(values)].data, False
 
 
 def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:
