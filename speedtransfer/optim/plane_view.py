@@ -18,8 +18,11 @@ from speedtransfer.rows import Rows
 _ABOUT: set[Any] = {Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size}
 _ABOUT |= {Tensor.__len__, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex}
 _ABOUT |= {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "layout", "ndim")}
-# Those that say where it is.
-_WHERE = {Tensor.device.__get__, Tensor.is_cuda.__get__, Tensor._version.__get__}  # type: ignore[attr-defined]
+# Those that say nothing of the shape either.
+_OF_ITSELF = {
+    getattr(Tensor, name).__get__
+    for name in ("device", "is_cuda", "is_sparse", "_version", "requires_grad", "is_leaf", "grad", "grad_fn")
+}
 # Those that copy all memory of a tensor.
 _OF_ALL_MEMORY = {Tensor.__reduce_ex__, Tensor.__deepcopy__}
 # Those that would give a part of the table other memory.
@@ -93,9 +96,9 @@ class PlaneView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _ABOUT or func in _WHERE:
+        if func in _ABOUT or func in _OF_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args if func in _WHERE else tree_map_only(PlaneView, _shaped, args), **kwargs or {})
+                return func(*args if func in _OF_ITSELF else tree_map_only(PlaneView, _shaped, args), **kwargs or {})
         if func in _OF_MEMORY:
             raise OptimizerError(
                 f"{func.__name__} gives a tensor other memory, but this state is a part of a table; write into it with copy_"
