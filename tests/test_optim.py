@@ -255,6 +255,19 @@ def test_state_that_was_dropped_is_loaded_again() -> None:
     torch.testing.assert_close(*weights)
 
 
+def test_state_begins_by_the_hyperparameters_after_a_first_step_that_failed() -> None:
+    states = []
+    for emb in (st.Embedding(4, 2), nn.Embedding(4, 2)):
+        opt = torch.optim.Rprop(emb.parameters(), lr=0.02)
+        emb(torch.tensor([1])).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            opt.step(lambda: 1 / 0)
+        opt.param_groups[0]["lr"] = 0.002
+        opt.step()
+        states.append(opt.state_dict()["state"][0]["step_size"].clone())
+    torch.testing.assert_close(*states)
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda param, values: param.detach().add_(values),
     "data.add_": lambda param, values: param.data.add_(values),

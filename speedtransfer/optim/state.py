@@ -205,7 +205,7 @@ class RowState(StatePlanes):
         if self.rows.lag is not None:
             self.rows.lag.begin(group, state or {}, self.rows.catch_up)
         if not state:
-            # The optimizer will make its first state. If there were steps before, its state was cleared.
+            # The optimizer will make its first state. If there were steps before, its state was cleared, or the first failed.
             if self._views and not self._fresh:
                 self.rows.catch_up()
                 self._begin_again(optimizer, group)
@@ -361,6 +361,9 @@ class RowState(StatePlanes):
         A step in which the optimizer itself raised stays counted, as in torch; one that was `interrupted` does not.
         """
         running, state = self.running, optimizer.state.get(self.param)
+        if running and running.first:
+            # What the next step begins with may be something else.
+            self._fresh = False
         # load_state_dict makes another `optimizer.state`.
         if running and state and optimizer.state is running.mapping:
             if running.first:

@@ -43,7 +43,7 @@ class StatePlanes:
         self._views: dict[str, Any] = {}
         # Names of tensors of state that are not per row.
         self._shared: set[str] = set()
-        # Whether no row has been stored yet.
+        # Whether no row has been stored yet, and no first step has failed, before whose like hyperparameters may change.
         self._fresh = True
 
     @property
