@@ -47,6 +47,28 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
     pair.assert_same(None if dtype == torch.float32 else 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Adam", {"betas": (0.0, 0.9)}),
+        ("Adam", {"betas": (0.0, 0.9), "amsgrad": True}),
+        ("Adamax", {"betas": (0.0, 0.0)}),
+    ],
+    ids=str,
+)
+def test_averages_that_keep_nothing_forget_a_large_gradient(kind: str, options: dict[str, Any]) -> None:
+    states = []
+    for make in (st.Embedding, torch.nn.Embedding):
+        emb = make(3, 4, dtype=torch.float64)
+        torch.nn.init.ones_(emb.weight)
+        opt = getattr(torch.optim, kind)(emb.parameters(), lr=0.1, weight_decay=0.1, **options)
+        for row, scale in ((0, 1e30), (1, 1.0)):
+            opt.zero_grad()
+            take_step(opt, emb(torch.tensor([row])).sum() * scale)
+        states.append({name: plane.clone() for name, plane in opt.state_dict()["state"][0].items()})
+    torch.testing.assert_close(*states, rtol=1e-12, atol=0)
+
+
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
 

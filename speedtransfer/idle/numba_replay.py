@@ -17,12 +17,20 @@ KINDS = {"adam": _ADAM, "adamax": _ADAMAX, "rmsprop": _RMSPROP, "adadelta": _ADA
 
 
 @njit(inline="always")
+def _lerp(start: Any, end: Any, weight: Any) -> Any:
+    """Return what ``torch.lerp`` does: exactly `end` where the weight is 1."""
+    if weight < 0.5:
+        return start + weight * (end - start)
+    return end - (end - start) * (type(weight)(1) - weight)
+
+
+@njit(inline="always")
 def _adam(p: Any, m: Any, v: Any, numbers: Any) -> None:
     decay, first, second, added = numbers[0], numbers[1], numbers[2], numbers[3]
     root, eps, scale, gradient_scale = numbers[4], numbers[5], numbers[6], numbers[7]
     for i in range(len(p)):
         grad = decay * p[i]
-        moment = m[i] + first * (grad - m[i])
+        moment = _lerp(m[i], grad, first)
         square = v[i] * second + added * grad * grad
         m[i], v[i] = moment, square
         p[i] -= (scale * moment + gradient_scale * grad) / (np.sqrt(square) * root + eps)
@@ -34,7 +42,7 @@ def _amsgrad(p: Any, m: Any, v: Any, largest: Any, numbers: Any) -> None:
     root, eps, scale, gradient_scale = numbers[4], numbers[5], numbers[6], numbers[7]
     for i in range(len(p)):
         grad = decay * p[i]
-        moment = m[i] + first * (grad - m[i])
+        moment = _lerp(m[i], grad, first)
         square = v[i] * second + added * grad * grad
         m[i], v[i] = moment, square
         largest[i] = max(largest[i], square)
@@ -47,7 +55,7 @@ def _adamax(p: Any, m: Any, u: Any, numbers: Any) -> None:
     decay, first, second, eps, scale = numbers[0], numbers[1], numbers[2], numbers[5], numbers[6]
     for i in range(len(p)):
         grad = decay * p[i]
-        moment = m[i] + first * (grad - m[i])
+        moment = _lerp(m[i], grad, first)
         largest = max(u[i] * second, abs(grad) + eps)
         m[i], u[i] = moment, largest
         p[i] -= scale * moment / largest
@@ -62,7 +70,7 @@ def _rmsprop(p: Any, squares: Any, means: Any, buffers: Any, numbers: Any) -> No
         squares[i] = squares[i] * alpha + added * grad * grad
         spread = squares[i]
         if centered:
-            means[i] += added * (grad - means[i])
+            means[i] = _lerp(means[i], grad, added)
             spread -= means[i] * means[i]
         step = grad / (np.sqrt(spread) + eps)
         if moves:

@@ -206,13 +206,20 @@ __device__ inline void take_missed_of(const Missed& given) {
 
 enum Kind : long long { kAdam, kAdamax, kRMSprop, kAdadelta, kAdagrad };
 
+// As torch has it: exactly `end` where the weight is 1.
+template <typename Real>
+__device__ inline Real lerp(Real start, Real end, Real weight) {
+    const Real way = end - start;
+    return weight < Real(0.5) ? start + times(weight, way) : end - times(way, Real(1) - weight);
+}
+
 template <typename Real>
 __device__ inline void take_step(
     Kind kind, bool has_largest, const Real* n, Real& p, Real& a, Real& b, Real& c
 ) {
     const Real grad = times(n[0], p);
     if (kind == kAdam) {
-        a = a + times(n[1], grad - a);
+        a = lerp(a, grad, n[1]);
         b = times(b, n[2]) + times(times(n[3], grad), grad);
         if (has_largest) {
             c = c < b ? b : c;
@@ -222,7 +229,7 @@ __device__ inline void take_step(
             p = p - (times(n[6], a) + times(n[7], grad)) / (times(root(b), n[4]) + n[5]);
         }
     } else if (kind == kAdamax) {
-        a = a + times(n[1], grad - a);
+        a = lerp(a, grad, n[1]);
         const Real kept = times(b, n[2]), size = (grad < 0 ? -grad : grad) + n[5];
         b = kept < size ? size : kept;
         p = p - times(n[6], a) / b;
@@ -230,7 +237,7 @@ __device__ inline void take_step(
         a = times(a, n[1]) + times(times(n[2], grad), grad);
         Real spread = a;
         if (n[6] != 0) {
-            b = b + times(n[2], grad - b);
+            b = lerp(b, grad, n[2]);
             spread = spread - times(b, b);
         }
         Real step = grad / (root(spread) + n[3]);
