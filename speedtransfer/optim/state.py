@@ -339,10 +339,7 @@ class RowState(StatePlanes):
         found, specs = leaves(state), self._specs
         # Contiguous: fused optimizers of torch on the CPU do not look at strides. In the dtype that the optimizer computes in.
         return all(
-            isinstance(view, Tensor)
-            and view.is_contiguous()
-            and view.dtype == specs[name].dtype
-            and found.get(name) is view
+            view.has_memory and view.is_contiguous() and view.dtype == specs[name].dtype and found.get(name) is view
             for name, view in self._views.items()
         )
 
