@@ -1,7 +1,5 @@
 """Lists and helpers that tests of several modules share."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """A training run that uses all that a checkpoint saves, and digests of it; imported by the tests of checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from pathlib import Path

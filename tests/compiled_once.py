@@ -3,8 +3,6 @@
 In a new clone three workers, and the ranks of each, would all compile the same functions, which takes up to six seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

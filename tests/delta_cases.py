@@ -1,7 +1,5 @@
 """Models in training, whose deltas copies follow: tables stored and trained in all ways, with state or without."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

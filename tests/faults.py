@@ -8,8 +8,6 @@ catch. Each fault runs the test files, up to the first failure, in a copy of the
 changes nothing that anyone could see. The exit code is 1 if any is missed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import random

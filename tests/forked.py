@@ -3,8 +3,6 @@
 For scripts that may have more imported than they use; `subprocess` is for those of a Python of their own.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Start the examples of several hosts as two hosts would: two launchers, of a process each."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

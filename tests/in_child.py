@@ -1,7 +1,5 @@
 """Run a function in a child of `os.fork` of this process: return what it returns there, or end it by SIGKILL."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """An exception at any point of the package that runs: what Ctrl-C, a signal handler or a lack of memory may do."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import sys

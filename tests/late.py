@@ -1,7 +1,5 @@
 """Modules that are imported when they are used: importing gensim takes a second of every worker, and few run its tests."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ A dense optimizer changes rows that no batch touched (momentum, weight decay). T
 ``nn.Embedding`` and then restores those rows and their state. What all rows share (`step`, `mu_product`, ...) stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How state machines of Hypothesis run, which make any sequence of calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """NVRTC through ctypes, from the ``nvidia-cuda-nvrtc`` wheel: CUDA sources to machine code, without a driver."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

@@ -1,7 +1,5 @@
 """The optimizers of torch.optim as cases: one table, imported by every test that needs an optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

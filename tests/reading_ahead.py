@@ -3,8 +3,6 @@
 And reads ahead that are held back.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

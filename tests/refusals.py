@@ -1,7 +1,5 @@
 """Calls that are refused, as data: lines ``CALL -> ERROR: WORDS``, where the words are a regular expression."""
 
-from __future__ import annotations
-
 import builtins
 from typing import Any, NamedTuple
 

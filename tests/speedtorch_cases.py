@@ -1,7 +1,5 @@
 """A client of SpeedTorch as its users wrote them, for every kind of class, and the same for the tests on a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ Ends with status 1 where a class trains otherwise than the oracle, or fails with
 sweep of all writes docs/optimizer_sweep.json, which docs/optimizers.md shows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -11,8 +11,6 @@ module that inherit a test and have the mark share its cases. The other cases ar
 that are collected, so one that is named on the command line runs.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import zlib

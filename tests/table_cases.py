@@ -1,7 +1,5 @@
 """What every table must do, as a class of tests to inherit: `TableContract`, and its parts by subject."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Checkpoints that are written while training goes on: what was there when they were asked for, to the bit, or an error."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The scripts of bench/: what is recorded gets into the docs, and each experiment runs small and notices what is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """The benchmarks: what is timed is right, and checked to be; each suite runs small."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

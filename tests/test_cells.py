@@ -1,7 +1,5 @@
 """No third outcome: what is done with a whole table gives what ``nn.Embedding`` gives, or raises one of our errors."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """What goes into a checkpoint and comes out of it, and what is refused before anything is written."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

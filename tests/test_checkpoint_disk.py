@@ -1,7 +1,5 @@
 """The disk: what a save needs, leaves and removes, also where it is killed, and the memory that saving and loading take."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

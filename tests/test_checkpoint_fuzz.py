@@ -1,7 +1,5 @@
 """Damaged, foreign and malicious checkpoints: a clear error, and nothing has changed."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

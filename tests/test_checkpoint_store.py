@@ -1,7 +1,5 @@
 """Checkpoints in object stores, by URL: what a folder of a disk promises."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

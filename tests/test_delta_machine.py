@@ -1,7 +1,5 @@
 """Any sequence of steps, deltas, merges, growth and eviction gives what full checkpoints say, bit for bit."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

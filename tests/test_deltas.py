@@ -1,7 +1,5 @@
 """Copies that follow a model by files of what has changed: bit for bit, in their order, or refused before anything changes."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

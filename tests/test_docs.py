@@ -1,7 +1,5 @@
 """README.md, the pages of docs/ and the notebooks: their code and commands work, and links lead to what is there."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Rows in fewer bits: round trips, bounds on the error, rounding that is right on average and can be repeated."""
 
-from __future__ import annotations
-
 import importlib
 import math
 

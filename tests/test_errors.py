@@ -1,7 +1,5 @@
 """Every error is ours and the standard one; helpers that make messages; what people get wrong in their first hour."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

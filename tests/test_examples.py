@@ -1,7 +1,5 @@
 """The examples that are programs: a run of each, and what they refuse."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

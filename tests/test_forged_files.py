@@ -1,7 +1,5 @@
 """Files of strangers: damage, pipes, pickles, sizes; refused, and nothing else is done. Tables: test_tables_files.py."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

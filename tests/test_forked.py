@@ -1,7 +1,5 @@
 """A child of fork reads the rows that it shares with its parent as they were, and changes none: to write raises."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Steps by the kernel of step.cu, run on the CPU: the bits of torch's own optimizers, step by step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterator

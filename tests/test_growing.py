@@ -1,7 +1,5 @@
 """Tables that grow in the middle of training: as one that had all rows from the start, which were zero."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """The table of missed steps against the same steps one by one: any hyperparameters, any gap, any size of state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """How rows catch up by numba, by torch and by the CUDA kernels, run on the CPU: the same, for every rule, dtype and launch."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import SimpleNamespace
 from typing import Any

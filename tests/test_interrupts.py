@@ -1,7 +1,5 @@
 """An interrupt at any line: for each table what ran happened wholly or not at all, or the next use raises an error of ours."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import tempfile

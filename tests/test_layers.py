@@ -1,7 +1,5 @@
 """Imports go one way, and only `cuda` knows CuPy."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """Product-key memory: against the published formula, which scores all keys, with dense values."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A copy that applies deltas goes on as the trainer does, and a base and deltas make the full checkpoint, or are refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from copy import deepcopy

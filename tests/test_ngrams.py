@@ -1,7 +1,5 @@
 """N-gram hashes and embeddings: against references in plain Python, ``torch.nn``, and the constants of published models."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

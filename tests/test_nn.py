@@ -1,7 +1,5 @@
 """``Embedding`` and ``EmbeddingBag`` compute what those of torch.nn compute, and take ids and arguments of any kind."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

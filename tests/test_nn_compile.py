@@ -1,7 +1,5 @@
 """Lookups in compiled models, of every kind of module: operators of one graph, with the numbers of the model itself."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

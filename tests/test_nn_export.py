@@ -1,7 +1,5 @@
 """``to_dense``: a copy with modules of torch.nn that exporters know."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

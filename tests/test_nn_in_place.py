@@ -1,7 +1,5 @@
 """What a lookup returns: changed in place as torch's may be, at every size and in every dtype, and differentiated twice."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """``Embedding`` as a module: conversion, state dicts, what a table cannot serve, summaries, functions of torch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from typing import Any

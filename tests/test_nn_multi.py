@@ -1,7 +1,5 @@
 """``MultiEmbedding`` against the list of ``nn.Embedding`` that it replaces: numbers, training, tickets, the meta device."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref

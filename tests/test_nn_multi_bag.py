@@ -1,7 +1,5 @@
 """``MultiEmbeddingBag`` against ``nn.EmbeddingBag`` modules, feature by feature: forms of ids, training, bad input."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

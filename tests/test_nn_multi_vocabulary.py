@@ -1,7 +1,5 @@
 """``MultiEmbedding`` with a vocabulary, against a table with a vocabulary for each feature, and one for all."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Embeddings stored in a small form: what goes in and out, copies, conversions, state dicts, and what is moved."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

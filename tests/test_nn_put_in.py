@@ -1,7 +1,5 @@
 """A weight that is put into a table module from outside, also on the meta device: seen as ``torch.nn.Embedding`` sees it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``replace_embeddings`` puts tables into a model that exists, which then trains, or is served, as before."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import sys

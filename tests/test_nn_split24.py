@@ -1,7 +1,5 @@
 """Rows of 24 bits: training beside torch's, files, reads of the bfloat16 alone, and writes to it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

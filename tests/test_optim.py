@@ -1,7 +1,5 @@
 """Every optimizer, of torch.optim and of others, trains a table as ``nn.Embedding``, idle rows apart: weights and state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

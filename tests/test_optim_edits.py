@@ -3,8 +3,6 @@
 Weights and state are those of a dense optimizer in float64.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

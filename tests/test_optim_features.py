@@ -1,7 +1,5 @@
 """Steps in which some features of a `MultiEmbedding` have no gradient: those of ``nn.ModuleList``, which leaves them out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weight in the graph of autograd: its node, and many lookups in one graph, as a decoder makes one for each word."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import weakref

@@ -1,7 +1,5 @@
 """Code that looks at the weight at any moment of a step sees all rows, as in torch, and changes nothing about the training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

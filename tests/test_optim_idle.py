@@ -1,7 +1,5 @@
 """idle="exact" against dense training by torch itself, by every optimizer; and what idle="auto", the default, chooses."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training with rows and state in small forms: near dense float32, reproducible, resumable."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """The probe: what an optimizer keeps for a row and starts from, whether its update is row by row; what is tried again."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What functions of torch give for the gradient of a table is what they give for a dense one, without one of all rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Modules made with ``sparse=True`` train as ``nn.Embedding(sparse=True)``, by any optimizer that takes sparse gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """st.plan and `speedtransfer plan`: what they take, recommend, measure, show and refuse, and code that runs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

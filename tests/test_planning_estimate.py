@@ -1,7 +1,5 @@
 """Times and bytes of plans: parts by hand, costs as counted, ids as expected, memory as a process takes it."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import replace

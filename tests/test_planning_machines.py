@@ -1,7 +1,5 @@
 """Machines as plans know them: published, from YAML files, and this one; and their order, by prices too."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """bench/record.py: what a run keeps, whatever happens, and the list of results; a whole run needs a device."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

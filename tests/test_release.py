@@ -1,7 +1,5 @@
 """What a release says of itself: one version, links that work on an index, metadata, types; and what workflows and make do."""
 
-from __future__ import annotations
-
 import email
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Rows: catching up, and rows that start anew in the middle of training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

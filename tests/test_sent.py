@@ -1,7 +1,5 @@
 """What goes to other processes by ``torch.multiprocessing``: tables, as copies to be read; tensors over them do not."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, names everything that is public, and fits a phone."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """SpeedTorch's names: the calls of its README, its users' training loops in every memory, and what is wrong with a call."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """SpeedTorch's data gadgets and matrices of co-occurrences: any index, beside what NumPy does."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Which cases of a sweep always run: all values, or all pairs."""
 
-from __future__ import annotations
-
 import itertools
 
 from sweeps import cover

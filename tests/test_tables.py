@@ -1,7 +1,5 @@
 """The table contract for every memory that works without a GPU, and what only one of them does."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Tables with a cache of hot rows: the contract of every table, and training that is the same to the bit."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

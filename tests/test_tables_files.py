@@ -1,7 +1,5 @@
 """Table files: what other programs write and we read, what we write and they read, rubbish; damage: test_forged_files.py."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

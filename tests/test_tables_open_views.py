@@ -1,7 +1,5 @@
 """Tensors over all rows of a weight, and what was made of them, kept over steps: they show and write rows as in torch."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable

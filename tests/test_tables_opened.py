@@ -1,7 +1,5 @@
 """Rows read in place from files that somebody published: one tensor or many, mapped and never written."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """float8 rows with scales, read in place from files that somebody published."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

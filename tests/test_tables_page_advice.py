@@ -1,7 +1,5 @@
 """Maps of large files: the system is told that rows are touched at random, and passes read ahead all the same."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import re

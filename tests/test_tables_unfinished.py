@@ -1,7 +1,5 @@
 """Writes that others meet: half of one that an interrupt has left, those made after rows were read, those of a thread."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from typing import Any

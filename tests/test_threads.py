@@ -1,7 +1,5 @@
 """Threads: what several use first at once, tables that one reads while another trains, and forks beside threads."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

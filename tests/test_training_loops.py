@@ -5,8 +5,6 @@ not `opt.step`; `loss` of ids and target, `batches` of these, by threes in `thre
 that fails; `put` writes rows; what goes into `seen` is compared, too.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import math

@@ -1,7 +1,5 @@
 """How far a row travels: our own function calls in a warm training step, counted, so that no corridor grows back."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Modules with a vocabulary in the ways that people use nn.Embedding and nn.EmbeddingBag: right, or refused by name."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

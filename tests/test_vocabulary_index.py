@@ -1,7 +1,5 @@
 """The map from ids to rows, and passes over a batch, against plain Python; ids of strings, and the sketch of sightings."""
 
-from __future__ import annotations
-
 import collections
 import hashlib
 from types import SimpleNamespace

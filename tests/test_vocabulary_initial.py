@@ -1,7 +1,5 @@
 """Initial values of new ids: the same bits whatever is asked for beside them, and on a device; the table of ids there."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

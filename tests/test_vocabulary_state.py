@@ -3,8 +3,6 @@
 That training goes on with the same bits, and that copies read the same, see test_vocabulary_state_machine.py.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

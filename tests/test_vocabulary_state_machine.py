@@ -5,8 +5,6 @@ values, without state, whenever the id is admitted; one that it reads while it i
 Which ids are admitted is told beforehand; which are evicted is observed, and checked against the rule.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import random

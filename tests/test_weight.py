@@ -1,7 +1,5 @@
 """`emb.weight` as people use it, on ``torch.nn.Embedding`` and on ours: the same results, the same training after it."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from typing import Any

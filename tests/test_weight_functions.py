@@ -3,8 +3,6 @@
 Rows that are named are read and written with the same numbers, and no other row is caught up.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

@@ -3,8 +3,6 @@
 What the flags of corpora, models and optimizers do, `test_docs` runs, and `test_cli` what is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import signal

@@ -1,7 +1,5 @@
 """The commands on vectors as a user types them: what they print, what they refuse, nothing written before it is whole."""
 
-from __future__ import annotations
-
 import json
 import struct
 import sys

@@ -1,7 +1,5 @@
 """Text out of files, folders and pipes, the corpus as word numbers in a temporary file, and its vocabulary."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Evaluation: the figures of gensim on the same vectors, intervals against scipy, sets that are malformed or unknown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import scipy

@@ -1,7 +1,5 @@
 """Files of vectors beyond round trips of text: GloVe, gensim's own, and packed ones; damage: test_forged_files.py."""
 
-from __future__ import annotations
-
 import gzip
 
 import numpy as np

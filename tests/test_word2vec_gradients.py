@@ -1,7 +1,5 @@
 """What a block does to rows against autograd on the plain loss, prediction by prediction; compiled loops against torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """The kernel that trains the rows of a block on a CUDA device, run on the CPU from the same source."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import nvrtc

@@ -1,7 +1,5 @@
 """Steps of the models against autograd on the plain loss, and their tables; n-grams and buckets against gensim's fastText."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

@@ -1,7 +1,5 @@
 """Arguments and files that are refused, in one line, before anything is written."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

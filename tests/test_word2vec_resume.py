@@ -1,7 +1,5 @@
 """A run that is broken off and resumed ends with the bits of a run that was not; nor do callbacks change a bit."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

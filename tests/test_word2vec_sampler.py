@@ -1,7 +1,5 @@
 """Draws follow their distributions and their seed; what is trained on is that of word2vec.c and of gensim's tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 

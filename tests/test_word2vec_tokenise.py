@@ -1,7 +1,5 @@
 """Words numbered by the compiled tokeniser as by `str.split`, and joined to phrases as gensim joins them."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import re

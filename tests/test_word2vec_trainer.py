@@ -1,7 +1,5 @@
 """Training learns, repeats bit for bit, takes any optimizer, stops on a signal, and reports runs that train nothing."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Vectors: look-up, neighbours with the figures of gensim, and gensim's objects."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

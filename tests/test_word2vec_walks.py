@@ -1,7 +1,5 @@
 """Graphs out of text, and node2vec walks over them against the published probabilities."""
 
-from __future__ import annotations
-
 import io
 import itertools
 from collections import Counter

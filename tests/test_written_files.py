@@ -3,8 +3,6 @@
 A version that changes a format adds an archive of its own beside `tests/data/written.tar.xz`.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 import tarfile

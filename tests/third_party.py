@@ -1,7 +1,5 @@
 """Optimizers as libraries write them, from their published formulas: every shape that state of a row comes in."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

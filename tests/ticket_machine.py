@@ -3,8 +3,6 @@
 Reads are held back before, in the middle of and after what they read, so that writes come in between.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -9,8 +9,6 @@ or in float32 of rows stored in fewer bits.
 parameter (3, 6), `opt` the optimizer over all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import re

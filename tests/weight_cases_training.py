@@ -3,8 +3,6 @@
 `loss()` is a loss of rows of `emb` and `items` and of `query`; `step()` zeroes gradients, goes back from it, and steps `opt`.
 """
 
-from __future__ import annotations
-
 from weight_cases import READ, WRITE, parse
 
 # Between backward and step.

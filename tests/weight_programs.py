@@ -4,8 +4,6 @@ A program is a list of statements: steps of training, a few that stand side by s
 ``{k}``, and a few pieces of weight_cases.py. What is seen after every statement must be equal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

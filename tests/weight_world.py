@@ -1,7 +1,5 @@
 """Runs the cases of weight_cases.py: the same model on ``torch.nn`` and on ours, and all that can be seen of it after."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import dataclasses

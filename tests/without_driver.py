@@ -1,7 +1,5 @@
 """Run what the package offers in a process whose torch is built for CUDA and finds no driver: without_driver.py FOLDER."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table contract for every memory, files that are read in place, and caches, with a CUDA device to compute on."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

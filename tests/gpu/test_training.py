@@ -1,7 +1,5 @@
 """Training on a CUDA device: every kind of table to the same bits in every memory, and as on the host, which equals torch."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

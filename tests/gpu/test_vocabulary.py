@@ -1,7 +1,5 @@
 """Ids on a device find their rows there: the rows that the host would find, without a wait. Training: test_training.py."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

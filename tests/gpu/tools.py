@@ -1,7 +1,5 @@
 """What the tests of this folder share: page-locked tensors, work that holds a stream back."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, and a graph."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A project trained three times: with torch.nn's embeddings, with them replaced by ours, and with our class in their place."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping

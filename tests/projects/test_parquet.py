@@ -1,7 +1,5 @@
 """Corpora in .parquet files, and tables of words and counts that other engines write: the recipes of docs/word2vec.md."""
 
-from __future__ import annotations
-
 import collections
 import random
 import re

@@ -1,7 +1,5 @@
 """TorchRec's collections, DLRM, DeepFM and two towers of its layers, on its own CPU modules and on ours."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A model that each framework's test trains, users by items, and its data as a `Dataset` of (user, item, rating)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

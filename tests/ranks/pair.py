@@ -1,7 +1,5 @@
 """The harness of training: a model of several processes, and one of a single process with the batches of all."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

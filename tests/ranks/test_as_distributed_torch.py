@@ -1,7 +1,5 @@
 """What people do by hand with ``torch.distributed``, on ``nn.Embedding`` and on ours: the same rows in each process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

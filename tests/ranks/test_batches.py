@@ -1,7 +1,5 @@
 """Loops over batches: `equal_steps`, which all ranks leave at the same step; ids sent ahead to the owners of their rows."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of several processes: what fails in one fails in all and changes nothing, or leaves a whole checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of tables that several processes own: saved by any number of them, loaded by any."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

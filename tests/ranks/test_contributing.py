@@ -1,7 +1,5 @@
 """The kinds of id space and owner that CONTRIBUTING.md adds: each trains as ``torch.nn.Embedding`` does."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

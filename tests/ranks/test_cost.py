@@ -1,7 +1,5 @@
 """The cost model against what is sent and moved: equal to the byte, given the numbers of rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -1,7 +1,5 @@
 """Deltas of tables that several processes own: saved by any number of them, applied by any."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What launchers start: the scripts of docs/processes.md, and the examples of several hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

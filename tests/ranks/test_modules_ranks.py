@@ -1,7 +1,5 @@
 """Modules and tables of several processes: what is made of them and with them, by all or by some, in groups of all kinds."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

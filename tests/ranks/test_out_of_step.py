@@ -1,7 +1,5 @@
 """Processes that do not do the same are told so, by name and in all, and never hang for longer than the group's timeout."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """What several processes refuse, as data: all raise, nothing has changed, and they go on together."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -3,8 +3,6 @@
 By parts of one tensor of ids, or by what the arguments of a model's forward have.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

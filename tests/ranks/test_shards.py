@@ -1,7 +1,5 @@
 """Tables that several processes own, or have replicas of: the numbers, and the bits, of one process with all batches."""
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Uses of sharded and shared tables in training, one by one: the numbers of one process."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Vocabularies that several processes share out: the numbers of one process with the batches of all; what all refuse."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

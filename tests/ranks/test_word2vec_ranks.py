@@ -1,7 +1,5 @@
 """word2vec of several processes: each has a part of the vocabulary, and blocks of its own, of one corpus or of its part."""
 
-from __future__ import annotations
-
 import collections
 import json
 import random

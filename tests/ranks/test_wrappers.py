@@ -1,7 +1,5 @@
 """Models with tables under DistributedDataParallel, torch.compile and fully_shard: the numbers of one process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

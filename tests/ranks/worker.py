@@ -1,7 +1,5 @@
 """The process of a rank, which run.py starts: answers calls until nobody is there to send more."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
