@@ -78,6 +78,7 @@ def test_pages_that_memory_does_not_hold():
     assert disk_bytes(workload(), Form(), GPU) == 0
     most = disk_bytes(work, Form(), GPU)
     need = footprint(work, Form(), MMAP, GPU)
+    assert need.disk == footprint(work, Form(), PINNED, GPU).host
     assert 0 < most <= work.unique * 3 * 4096 * 2
     assert disk_bytes(work, Form(), Machine("m", host_bytes=need.host + need.disk)) == 0
     found = estimate_step(work, Form(), MMAP, GPU)
@@ -168,44 +169,6 @@ def test_a_share_of_distinct_rows_with_their_lookups():
 def test_distinct_rows_that_are_given():
     ids = Draws(10_000, 500, 300, 1.05, 1.0, 40.0, 0).step()
     assert (len(ids), len(np.unique(ids))) == (300, 40)
-
-
-# --- bytes of a table -------------------------------------------------------------------------------------------------
-
-MACHINE = Machine("any", host_bytes=1e12, disk_bytes=1e12)
-
-
-FORMS = [
-    ("AdamW", {"idle": "exact"}),
-    ("AdamW", {"idle": "lazy"}),
-    ("SGD", {}),
-    ("AdamW", {"storage_dtype": torch.int8}),
-    ("AdamW", {"state_dtype": torch.uint8, "idle": "lazy"}),
-]
-MANY_ROWS, DIM = 200_000, 64
-
-
-def need(name, given, memory):
-    plan = st.plan((MANY_ROWS, DIM), name, machine=MACHINE, zipf=0.0, **given)
-    (found,) = [each for each in plan.options if each.memory == memory]
-    return found.need
-
-
-@pytest.mark.parametrize(("name", "given"), FORMS, ids=str)
-def test_memory_of_a_table(name, given):
-    """What a process takes beside the planes, test_benchmark.py measures."""
-    table = st.Embedding(MANY_ROWS, DIM, device="cpu", memory="pageable", **given)
-    take_step(optimizer_given(name).make(list(table.parameters())), table(torch.arange(9)).sum())
-    planned = need(name, {"storage_dtype": torch.float32, **given}, "pageable").host
-    assert planned == pytest.approx(table.table.nbytes, rel=0.02)
-
-
-def test_file_of_a_table(tmp_path):
-    path = tmp_path / "rows.safetensors"
-    table = st.Embedding(MANY_ROWS, DIM, device="cpu", memory="mmap", path=path, idle="lazy")
-    planned = need("SGD", {"storage_dtype": "float32", "idle": "lazy"}, "mmap").disk
-    assert path.stat().st_size == pytest.approx(planned, rel=0.02)
-    del table
 
 
 # --- computed bytes of tables are those of tables that are made and trained -------------------------------------------
