@@ -1,4 +1,4 @@
-"""TorchRec's collections, DLRM, DeepFM and two towers of its layers, on its own CPU modules and on ours."""
+"""TorchRec's collections, its DLRM and DeepFM, on its own CPU modules and on ours."""
 
 import copy
 import pickle
@@ -87,41 +87,6 @@ def deepfm(way: str) -> Outcome:
     return train(model, loss_of, batches(), lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1))
 
 
-class TwoTowers(nn.Module):
-    """What users and what items are like, each by a row and layers of its own."""
-
-    def __init__(self, tables: Any, widths: list[int]) -> None:
-        from torchrec.modules.mlp import MLP
-
-        super().__init__()
-        self.rows = tables
-        self.towers = nn.ModuleDict({name: MLP(DIM, widths) for name in ("userId", "movieId")})
-
-    def forward(self, ids: Any) -> list[Tensor]:
-        found = self.rows(ids).to_dict()
-        return [tower(found[name]) for name, tower in self.towers.items()]
-
-
-def two_tower(way: str) -> Outcome:
-    torch.manual_seed(1)
-    with classes(way, "torchrec"):
-        tables = [table("t_userId", USERS, ["userId"]), table("t_movieId", ITEMS, ["movieId"])]
-        model = TwoTowers(torchrec.EmbeddingBagCollection(tables=tables), [16, DIM])
-    ready(model, way)
-    data = interactions()
-    users, items, likes = (torch.tensor(part) for part in (data.user, data.item, data.rating > 3))
-
-    def loss_of(at: Tensor) -> Tensor:
-        one = torch.ones(2 * len(at), dtype=torch.int32)
-        keyed = torchrec.KeyedJaggedTensor(["userId", "movieId"], torch.cat([users[at], items[at]]), lengths=one)
-        query, candidate = model(keyed)
-        logits = (query * candidate).sum(dim=1).squeeze()
-        return nn.functional.binary_cross_entropy_with_logits(logits, likes[at].to(logits.dtype))
-
-    order = torch.randperm(len(users), generator=torch.Generator().manual_seed(0)).split(BATCH)
-    return train(model, loss_of, [*order, *order], lambda params: torch.optim.Adam(params, lr=0.02))
-
-
 class Sequences(nn.Module):
     """Items from those before, by an ``EmbeddingCollection``."""
 
@@ -164,7 +129,7 @@ def sequences(way: str) -> Outcome:
     return train(model, loss_of, [*range(8)], lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
 
 
-RUNS = {"DLRM": dlrm, "DeepFM": deepfm, "two towers": two_tower, "sequences": sequences}
+RUNS = {"DLRM": dlrm, "DeepFM": deepfm, "sequences": sequences}
 
 
 @pytest.mark.slow
