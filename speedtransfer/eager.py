@@ -1,10 +1,11 @@
-"""Keep functions out of `torch.compile`: which rows a batch names is known only when it runs."""
+"""Keep functions out of `torch.compile` and modes of dispatch: which rows a batch names is known only when it runs."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -25,3 +26,24 @@ def uncompiled(function: Callable[P, T], instead: Callable[P, T] | None = None) 
         return function(*args, **kwargs)
 
     return call
+
+
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = {"FakeTensorMode": _MODES.FAKE, "make_fx": _MODES.PROXY}
+_seen = contextlib.nullcontext()
+
+
+def tracing_mode() -> str | None:
+    """Return the name of a mode of dispatch whose tensors have no values, or which records them."""
+    return next((name for name, key in _TRACING.items() if torch._C._get_dispatch_mode(key) is not None), None)
+
+
+def unseen() -> contextlib.AbstractContextManager[Any]:
+    """Leave modes of dispatch that do not trace.
+
+    What a table calls depends on what was read before. A selective checkpoint, which does a function again and returns what it
+    kept of the first time, would not find the same calls.
+    """
+    if not torch._C._len_torch_dispatch_stack() or tracing_mode() is not None:
+        return _seen
+    return torch.utils._python_dispatch._disable_current_modes()

@@ -314,15 +314,22 @@ def test_programs_are_those_of_the_model_itself(program: Case, options: Any) -> 
 
 
 class Tied(Model):
+    def __init__(self, feature: bool) -> None:
+        super().__init__()
+        if feature:
+            self.all = st.MultiEmbedding({"word": 50}, 4, dtype=F64)
+            self.words = self.all["word"]
+
     def forward(self, ids: Tensor) -> Tensor:
         weight, found = self.words.weight, self.words(ids).tanh()
         scores = F.linear(found, weight).logsumexp(-1) + (found @ weight.T).sum(-1)
         return scores + weight[ids].sum(-1) + weight.square().mean() + weight.shape[0]
 
 
-def test_the_weight_used_beside_the_lookup() -> None:
+@pytest.mark.parametrize("feature", [False, True])
+def test_the_weight_used_beside_the_lookup(feature: bool) -> None:
     torch.manual_seed(0)
-    model = Tied()
+    model = Tied(feature)
     plain = copy.deepcopy(model)
     found = trained(torch.compile(model, backend="aot_eager"), model, SMALL)
     torch.testing.assert_close(found, trained(plain, plain, SMALL), rtol=1e-10, atol=1e-12)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import Doubled, take_step
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, jacrev
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, RowIndexError
@@ -185,6 +185,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: torch.optim.SGD(m[1].parameters()).step(), "no optimizer of its own"),
     (lambda m: torch.autograd.grad(m[1](torch.tensor([1])).sum(), m[1].weight), "no gradient"),
     (lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(60, DIM))), "cannot be replaced; copy"),
+    (
+        lambda m: jacrev(lambda w: functional_call(m[1], {"weight": w}, (0,)))(torch.ones(60, DIM)),
+        "cannot be replaced; copy",
+    ),
     (lambda m: setattr(m, "max_norm", 0.5), r"max_norm of a MultiEmbedding becomes 0\.5 but"),
     (lambda m: setattr(m[1], "padding_idx", 4), "padding_idx of feature '1' becomes 4 but .* with padding_idx="),
     (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(8, DIM))), "assign one of that shape"),

@@ -1,6 +1,7 @@
 """The weight in the graph of autograd: its node, and many lookups in one graph, as a decoder makes one for each word."""
 
 import copy
+import functools
 import importlib
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from cases import concurrently
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from weight_world import LinearHead
 
 import speedtransfer as st
@@ -221,3 +222,25 @@ def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: An
     with pytest.raises((InvalidValueError, CheckpointError), match=r"computed again with other ids|different metadata"):
         out.backward()
     assert emb.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["MUST_SAVE", "MUST_RECOMPUTE"])
+def test_selective_checkpoints(kind: str) -> None:
+    """They return what functions of torch have returned before, whichever a table calls."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy[kind])
+
+    def trained(module: nn.Module, emb: Any) -> Tensor:
+        nn.init.ones_(emb.weight)
+        opt = torch.optim.Adam(module.parameters())
+        for ids in (IDS, IDS + 20, IDS):
+            opt.zero_grad()
+            for use in (lambda x: emb(x).sin(), lambda x: emb.weight[x] * emb.weight.square().sum()):
+                checkpoint(use, ids, use_reentrant=False, context_fn=contexts).sum().backward()
+            opt.step()
+        return emb.weight.detach().clone()
+
+    expected = trained(*[nn.Embedding(50, 3)] * 2)
+    for options in ({}, {"cache_rows": 6}):
+        features = st.MultiEmbedding({"a": 50}, 3, **options)
+        for found in (trained(*[st.Embedding(50, 3, **options)] * 2), trained(features, features["a"])):
+            torch.testing.assert_close(found, expected)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import take_step
 from torch import Tensor, nn
 from weight_world import assert_equal
@@ -224,6 +225,13 @@ def test_rows_in_other_memory_are_written_back_alone() -> None:
             exec(text, {"w": emb.weight})
         optimizer.step()
         assert emb.table.stats().gathered_rows <= 2
+
+
+def test_all_rows_in_inference_mode() -> None:
+    emb, query = st.Embedding(NUM, DIM, storage_dtype=torch.int8), torch.rand(3, DIM)
+    expected = F.linear(query, emb.weight).detach()
+    with torch.inference_mode():
+        assert torch.equal(F.linear(query, emb.weight), expected)
 
 
 @pytest.mark.parametrize(

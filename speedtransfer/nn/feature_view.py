@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.eager import uncompiled, unseen
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.row_parts import place_of, slice_of
+from speedtransfer.optim.views import outside_of_transforms
 from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Table
@@ -40,11 +42,13 @@ class FeatureView:
         self.of, self.start, self.stop, self.number, self.name = of, start, stop, number, name
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
 
+    @uncompiled
     def weight(self, of: nn.Parameter | None = None) -> nn.Parameter:
         """Make a weight that reads and writes the rows, of a new parameter or `of` one, whose values the table has."""
-        with torch.inference_mode(False):
+        with unseen(), torch.inference_mode(False):
             made = nn.Parameter(self.placeholder(), requires_grad=self.requires_grad) if of is None else of
-            made.data = self.placeholder()
+            if of is not None:
+                of.data = self.placeholder()
         made.__dict__[KEY], self.param_ref = self, weakref.ref(made)
         listen(made)
         made.__class__ = TableWeight
@@ -102,9 +106,9 @@ class FeatureView:
             return handle.whole(ids + self.start)[self.start : self.stop]
         handle.step.recover()
         handle.check_whole()
-        values = handle.rows.whole("weight", self.start, self.stop).detach()
-        handle.views.exposed = True
-        with torch.inference_mode(False):
+        with outside_of_transforms(), torch.inference_mode(False):
+            values = handle.rows.whole("weight", self.start, self.stop).detach()
+            handle.views.exposed = True
             if self.aliased:
                 return values
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
+from speedtransfer.eager import tracing_mode
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate, rows_for_lookup
@@ -22,7 +23,7 @@ from speedtransfer.nn.options import TableOptions, complete, options_of
 from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.tracing import is_fake, refuse_to_quantize, refuse_to_record, unrecorded
+from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
 from speedtransfer.optim import Handle, Sharded, find_handle
@@ -58,7 +59,7 @@ class TableModule(VocabularyModule, ModuleState):
 
         A table as `weight` is used itself unless `options` ask for a copy; then `dtype` is that of lookups.
         """
-        if is_fake():
+        if tracing_mode() == "FakeTensorMode":
             raise InvalidTypeError(
                 f"{type(self).__name__} is made under FakeTensorMode, where tensors have no values, but a table has memory; "
                 "make a module of torch.nn there"

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from speedtransfer.eager import tracing_mode, unseen
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 P = ParamSpec("P")
@@ -54,30 +55,22 @@ def recorded_as(
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             if torch._C._get_tracing_state() is not None:
                 refuse_to_record(self, "torch.jit")
+            if torch._C._len_torch_dispatch_stack():
+                tool = tracing_mode()
+                if tool is not None and self._has_rows():
+                    refuse_to_record(self, tool)
+                with unseen():
+                    return method(self, *args, **kwargs)
             try:
                 return method(self, *args, **kwargs)
             except (InvalidTypeError, InvalidValueError):
                 if any(isinstance(argument, torch.fx.Proxy) for argument in (*args, *kwargs.values())):
                     refuse_to_record(self, "torch.fx")
                 raise
-            except RuntimeError:
-                for tool, mode in _TRACING.items():
-                    if torch._C._get_dispatch_mode(mode) is not None:
-                        refuse_to_record(self, tool)
-                raise
 
         return call
 
     return decorated
-
-
-_MODES = torch._C._TorchDispatchModeKey
-_TRACING = {"FakeTensorMode": _MODES.FAKE, "make_fx": _MODES.PROXY}
-
-
-def is_fake() -> bool:
-    """Tell whether tensors that are made have no values (``FakeTensorMode``)."""
-    return torch._C._get_dispatch_mode(_MODES.FAKE) is not None
 
 
 def refuse_to_export(module: nn.Module) -> None:

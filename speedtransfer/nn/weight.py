@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from speedtransfer.eager import uncompiled
+from speedtransfer.eager import uncompiled, unseen
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.copied_rows import Copied, CopiedRows, writes_to, writing_back
@@ -212,7 +212,8 @@ def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return func(*args, **kwargs)
     instead = special.get(func)
     if instead is not None:
-        result = instead(*args, **kwargs)
+        with unseen():
+            result = instead(*args, **kwargs)
         if result is not NotImplemented:
             return result
     return with_whole(func, args, kwargs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
+from speedtransfer.eager import unseen
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.anchor import Joined, kept
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
@@ -124,7 +125,8 @@ class Views:
 
         Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
         """
-        with outside_of_transforms():
+        # An inference tensor has no version, which shows writes.
+        with outside_of_transforms(), torch.inference_mode(False):
             return self._read_whole(ids)
 
     def _read_whole(self, ids: Tensor | None) -> Tensor:
@@ -142,10 +144,8 @@ class Views:
         if handle.aliased:
             return self.track_alias(values)
         try:
-            # An inference tensor has no version, which shows writes.
-            with torch.inference_mode(False):
-                moved = values.to(handle.table.device, handle.rows.dtype)
-                return moved.clone() if moved is values and not copied else moved
+            moved = values.to(handle.table.device, handle.rows.dtype)
+            return moved.clone() if moved is values and not copied else moved
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
                 f"{handle} is used as a whole, but its {handle.table.num_rows} rows do not fit on {handle.table.device}; use "
@@ -219,8 +219,11 @@ class Views:
         self._whole = None
 
 
-def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf, and modes of dispatch."""
+    with contextlib.ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack())
+        stack.enter_context(unseen())
+        yield
