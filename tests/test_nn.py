@@ -183,6 +183,7 @@ BAD_BAGS: dict[str, tuple[Any, ...]] = {
     "3-D": (FLAT.view(2, 2, 2),),
     "first offset not 0": (FLAT, torch.tensor([1, 2])),
     "weights of another shape": (FLAT, torch.tensor([0]), torch.ones(5)),
+    "weights of another dtype": (FLAT, torch.tensor([0]), torch.ones(8).half()),
     "weights with mean": (FLAT, torch.tensor([0]), torch.ones(8)),
     "an unknown mode": (PAIRS,),
 }
@@ -197,6 +198,24 @@ def test_bad_bags_raise_what_torch_raises(name: str) -> None:
     with pytest.raises(expected.type) as caught:
         ours(*BAD_BAGS[name])
     assert str(caught.value) == str(expected.value)
+    # Before rows are shortened, or ids get rows.
+    for options in ({"max_norm": 0.1}, {"vocabulary": speedtransfer.Vocabulary()}):
+        bag = speedtransfer.EmbeddingBag(12, 5, mode=mode, **options)
+        before = bag.table.torch().clone()
+        with pytest.raises(expected.type):
+            bag(*BAD_BAGS[name])
+        assert torch.equal(bag.table.torch(), before)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "include_last_offset": True}, {"max_norm": 1.0}], ids=str)
+def test_nested_bags(options: dict[str, Any]) -> None:
+    ours, dense = both(kind="EmbeddingBag", mode="sum", **options)
+    ids = torch.nested.nested_tensor([FLAT[:3], FLAT[:0], FLAT[3:]], layout=torch.jagged)
+    weights = torch.nested.nested_tensor_from_jagged(torch.rand(8), ids.offsets())
+    assert_alike(ours, dense, ids)
+    assert_alike(ours, dense, ids, None, weights)
+    with pytest.raises(InvalidValueError, match=r"nested tensor \(torch.jagged, 3-D\)"):
+        ours(ids.unsqueeze(-1))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

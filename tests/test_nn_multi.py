@@ -189,6 +189,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
         lambda m: jacrev(lambda w: functional_call(m[1], {"weight": w}, (0,)))(torch.ones(60, DIM)),
         "cannot be replaced; copy",
     ),
+    (lambda m: m[1](torch.tensor([1]).to_sparse()), "is a sparse tensor"),
     (lambda m: setattr(m, "max_norm", 0.5), r"max_norm of a MultiEmbedding becomes 0\.5 but"),
     (lambda m: setattr(m[1], "padding_idx", 4), "padding_idx of feature '1' becomes 4 but .* with padding_idx="),
     (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(8, DIM))), "assign one of that shape"),

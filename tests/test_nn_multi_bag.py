@@ -258,6 +258,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: m(keyed_at(0, 2, 1, 3, 3)), r"offsets\[2\] of feature 'who' is 1 after 2"),
     (lambda m: m(keyed_at(0, 1, 2, 3, 3, weights=torch.ones(3))), "feature 'who' has weights but"),
     (lambda m: m(but(), {"seen": torch.ones(2)}), "feature 'seen' has 2 weights but 3 ids"),
+    (lambda m: m(but(), {"seen": torch.ones(3).half()}), r"weights have dtype torch.float16 but .* torch.float32"),
     (lambda m: m(but(who=PAIR[0][None].T), {"who": torch.ones(1, 3)}), r"weights of shape \(1, 3\) but 3 bags"),
     (lambda m: m(but(who=torch.ones(2, 3).bool())), "the ids of feature 'who' are torch.bool"),
     (lambda m: m(but(), torch.ones(3)), r"per_sample_weights has shape \(3,\) but must be \(bags, 4\)"),

@@ -10,7 +10,8 @@ from typing_extensions import Unpack
 
 from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.embedding import check_pretrained
-from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.jagged import of_nested
+from speedtransfer.nn.lookup import bag_lookup, check_bags
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.shard_rounds import ask
@@ -63,7 +64,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         Parameters
         ----------
         input : Tensor
-            Ids: ``(bags, n)``, or 1-D with `offsets`.
+            Ids: ``(bags, n)``, nested ones too (``torch.jagged``), or 1-D with `offsets`.
         offsets : Tensor, optional
             ``(bags,)``, where each bag begins in a 1-D `input`.
         per_sample_weights : Tensor, optional
@@ -73,9 +74,16 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             refuse_without_rows(self.__dict__.get("_handle"))
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)
-        training = torch.is_grad_enabled() and self._handle.requires_grad
+        training, last = torch.is_grad_enabled() and self._handle.requires_grad, self.include_last_offset
+        if isinstance(input, Tensor) and input.is_nested:
+            input, offsets, per_sample_weights = of_nested(input, per_sample_weights)
+            last = True
+        freq = self.scale_grad_by_freq
         if not self._handle.owners.has_whole:
             input = ask(self, input)
+        elif self.max_norm is not None or self._handle.id_space.come_and_go:
+            about: Any = {"mode": self.mode, "scale_grad_by_freq": freq, "include_last_offset": last}
+            check_bags(self._handle, input, offsets, per_sample_weights, sparse=self.sparse, **about)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
             spare = padding is not None
@@ -83,7 +91,6 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
                 self._handle, ids, training, self.max_norm, self.norm_type, padding, padded=True, spare=spare
             )
             fill = ids.fill if isinstance(ids, FoundRows) else None
-            freq, last = self.scale_grad_by_freq, self.include_last_offset
             return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, fill)
 
         if self._handle.id_space.come_and_go:

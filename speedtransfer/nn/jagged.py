@@ -145,6 +145,16 @@ def of_part(name: str, given: Any, include_last_offset: bool) -> Part:
     return Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
 
 
+def of_nested(ids: Any, weights: Any) -> tuple[Tensor, Tensor, Any]:
+    """Return the ids of a nested tensor of bags, where these begin and the last ends, and their weights as 1-D."""
+    if ids.layout != torch.jagged or _has_holes(ids):
+        raise InvalidValueError(
+            f"input is a nested tensor ({ids.layout}, {ids.dim()}-D) but bags are 2-D and jagged; pass one of "
+            "layout=torch.jagged without holes, or 1-D ids and offsets"
+        )
+    return ids.values(), ids.offsets(), None if weights is None else flat_weights(weights)
+
+
 def _tensor(name: str, given: Any) -> Tensor:
     try:
         found = torch.as_tensor(given)

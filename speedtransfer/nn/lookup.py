@@ -185,6 +185,19 @@ def bag_lookup(
     )
 
 
+def check_bags(handle: Handle, ids: Any, offsets: Tensor | None, weights: Tensor | None, **options: Any) -> None:
+    """Raise where `bag_lookup` would, for `ids` of some shape: before a lookup that shortens rows or admits ids."""
+    shape = getattr(ids, "shape", None)
+    if shape is None:
+        return
+    if type(offsets) is Tensor and len(shape) == 1:
+        offsets = _checked_offsets(offsets, shape[0], handle)
+    row = torch.zeros(1, 1, dtype=handle.rows.dtype, device=handle.table.device)
+    given = torch.zeros(tuple(shape), dtype=torch.int64, device=row.device)
+    with torch.no_grad():
+        F.embedding_bag(given, row, offsets, per_sample_weights=weights, **options)
+
+
 def apart_from_padding(active: ActiveRows, beside: Any) -> tuple[Tensor, Tensor, int | None]:
     """Return rows, the place in these of each id, and that of padding, if there is any; `beside` as for `bag_lookup`."""
     rows, inverse, padding = active.rows, active.inverse, active._groups.found

@@ -195,6 +195,10 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         weight = self.weight
         found = find(self, weight, Given(ids, per_sample_weights))
         bags: Bags = found.bags
+        if bags.weights is not None and bags.weights.dtype != weight.dtype:
+            raise InvalidTypeError(
+                f"per_sample_weights have dtype {bags.weights.dtype} but rows have {weight.dtype}; pass weights of that dtype"
+            )
         names, order = list(self.features), list(bags.counts)
         whole = self.concatenate or bags.form is Tensor
         used = UsedFeatures(self._every() if whole else 0)

@@ -176,6 +176,8 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     """Tell whether a lookup of `ids` is as those of other features, and may be made before or after its turn."""
     if type(ids) is not Tensor or ids.dtype not in INTEGERS or not ids.dim() or not ids.numel():
         return False
+    if ids.is_nested or ids.layout is not torch.strided:
+        return False
     table, owners = handle.rows.table, handle.owners
     # Where lookups write, or ask others.
     if feature._keys is not None or feature.max_norm is not None or not owners.has_whole:
@@ -195,7 +197,7 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     if feature.scale_grad_by_freq and not on_device:
         return False
     # What looks at each lookup: compiled graphs, transforms, checkpoints.
-    if kept.joins is not None or in_transform() or torch._C._len_torch_dispatch_stack():
+    if kept.joins is not None or in_transform():
         return False
     if torch._C._current_graph_task_id() >= 0 or not TELLS_HOOKS or saving_hooks(True) is not None:
         return False
