@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ def tracing_mode() -> str | None:
     return next((name for name, key in _TRACING.items() if torch._C._get_dispatch_mode(key) is not None), None)
 
 
-def unseen() -> contextlib.AbstractContextManager[Any]:
+def unseen() -> contextlib.AbstractContextManager[None]:
     """Leave modes of dispatch that do not trace.
 
     What a table calls depends on what was read before. A selective checkpoint, which does a function again and returns what it
@@ -46,4 +46,16 @@ def unseen() -> contextlib.AbstractContextManager[Any]:
     """
     if not torch._C._len_torch_dispatch_stack() or tracing_mode() is not None:
         return _seen
-    return torch.utils._python_dispatch._disable_current_modes()
+    return _without_modes()
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    # A compiled function that is called under a mode is not compiled: nor is what it calls without the mode.
+    compiles: Any = torch._C._dynamo.eval_frame
+    before = compiles.set_eval_frame(None)
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        compiles.set_eval_frame(before)

@@ -15,6 +15,7 @@ from in_child import forks, in_child
 from refusals import Refusal, check_refused, refusals
 from sweeps import few
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from weight_cases import Case, parse
 
@@ -370,6 +371,19 @@ def test_rows_of_the_table(options: dict[str, Any]) -> None:
     rows, after = torch.compile(used, backend="aot_eager")(ids)
     assert torch.equal(rows, before)
     assert torch.equal(after, before + 1)
+
+
+def test_under_a_mode_of_dispatch() -> None:
+    """A compiled function runs as it is there, and so does a lookup, which the mode is not shown."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    emb, ids = st.Embedding(30, 4, cache_rows=12), torch.tensor([1, 5, 7])
+    run = torch.compile(emb, backend="aot_eager")
+    with Mode():
+        assert torch.equal(run(ids), emb.table[ids])
 
 
 @pytest.mark.parametrize("compiles_autograd", [False, True])
