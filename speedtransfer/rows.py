@@ -99,7 +99,7 @@ class Rows(StoredPlanes):
         turns.wait()
         before, fetched = self.table.read(ids, last)[LAST_STEP], self.fetch(ids)
         turns.wait()
-        at = torch.arange(len(ids))
+        at = torch.arange(len(ids), device="cpu")
         while len(at := at[(self.table.read(ids[at], last)[LAST_STEP] != before[at])[:, 0]]):
             before[at], again = self.table.read(ids[at], last)[LAST_STEP], self.fetch(ids[at])
             for name, part in again.items():

@@ -105,7 +105,9 @@ class World:
         return st.save_delta(path, self.net, since, **self.state)
 
     def apply(self, path: Path, known: Any = None) -> Any:
-        return st.apply_delta(path, self.net, known, **self.state)
+        # The default device has no part in it.
+        with torch.device("meta"):
+            return st.apply_delta(path, self.net, known, **self.state)
 
     def digest(self) -> str:
         """Tell apart those that differ in a bit, of what a delta brings: without state, the rows of ids may be others."""

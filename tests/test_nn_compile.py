@@ -437,6 +437,22 @@ def test_refused(refusal: Refusal) -> None:
 # --- graphs, weights, copies, processes ----------------------------------------------------------------------------------
 
 
+def test_regions_that_are_compiled_once() -> None:
+    """Torch loses gradients of what has an effect there: such a lookup is refused."""
+
+    def found(change: Callable[..., Any] = lambda run: run, **options: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        emb = st.Embedding(50, 4, **options)
+        region = torch.compiler.nested_compile_region(lambda ids: emb(ids).tanh())
+        result = change(lambda ids: region(ids) * region(ids + 1))(TABLES[0][0])
+        result.sum().backward()
+        return [result, emb.weight.grad.to_dense()]
+
+    torch.testing.assert_close(found(compiled), found())
+    with pytest.raises(torch._dynamo.exc.UncapturedHigherOrderOpError):
+        found(compiled, max_norm=0.8)
+
+
 def test_one_graph_for_layers_that_share_code() -> None:
     layers = [nn.Sequential(st.Embedding(20, 4, dtype=F64), nn.Tanh()) for _ in range(12)]
     plain, ids = copy.deepcopy(layers), torch.tensor([1, 5, 1])

@@ -200,6 +200,18 @@ def test_trains_as_torch(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours[name].weight.detach(), module.weight.detach(), rtol=0, atol=1e-12)
 
 
+def test_training_under_another_default_device() -> None:
+    lengths, found = {name: [100 * n for n in each] for name, each in LENGTHS.items()}, []
+    given, weights = FORMS["pairs"](batch(lengths=lengths)), {"seen": torch.ones(sum(lengths["seen"]))}
+    for device in ("meta", "cpu"):
+        module = multi(mode={**MODES, "bought": "mean"})
+        with torch.device(device):
+            sum(part.sum() for part in module(given, weights).values()).backward()
+            module({**given, "who": [[1, 2], [3, 4]]})
+        found.append(module.weight.grad.to_dense())
+    assert torch.equal(*found)
+
+
 def test_from_modules_and_state_dicts() -> None:
     tables = nn.ModuleDict({"a": nn.EmbeddingBag(9, 4, mode="sum", padding_idx=2), "b": nn.EmbeddingBag(7, 4)})
     ours = st.MultiEmbeddingBag.from_modules(tables, features={"x": "a", "y": "b", "z": "a"})

@@ -207,7 +207,7 @@ def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
     parts = found.parts
     if table.of_ids:
         handle.id_space.vocabulary.follow_changes(changes_of(delta, key, table))
-        _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
+        _write(table, torch.arange(len(found.reserved["weight"]), device="cpu"), found.reserved)
     # Rows that were read ahead are old.
     handle.owners.changes += 1
     at, rows = map(torch.from_numpy, table.owned(found.ids.numpy()))

@@ -72,7 +72,7 @@ class SnapshotRows(StoredRows):
 
         def read(at: slice) -> Tensor:
             if frozen.lag:
-                caught_up = frozen.caught_up(torch.arange(at.start, at.stop), name)
+                caught_up = frozen.caught_up(torch.arange(at.start, at.stop, device="cpu"), name)
                 assert caught_up is not None
                 return caught_up[name]
             return frozen.table.chunk(name, at)

@@ -149,7 +149,7 @@ class SavedRows:
 
     def _ids(self, rows: slice) -> Any:
         """Return the ids of some rows, an index."""
-        return rows if self._places is None else self._places.ids(torch.arange(rows.start, rows.stop))
+        return rows if self._places is None else self._places.ids(torch.arange(rows.start, rows.stop, device="cpu"))
 
     def values(self) -> Tensor:
         """Return all rows, for a dense parameter or its state."""
@@ -221,7 +221,7 @@ class SavedRows:
             elif self._places is not None:
                 place = owners.own_rows(chunk.start, chunk.stop)
             else:
-                at, place = owners.owned(torch.arange(chunk.start, chunk.stop))
+                at, place = owners.owned(torch.arange(chunk.start, chunk.stop, device="cpu"))
                 parts = {part: rows_at(values, at) for part, values in parts.items()}
             if not alike:
                 parts = rows.encode(plane, self._decoded(parts))

@@ -227,7 +227,7 @@ def calibrate_device(
     found = Calibration(machine_of(device))
     for size in sizes:
         try:
-            plane = pinned_empty(size, device) if cuda else torch.empty(size, dtype=torch.uint8)
+            plane = pinned_empty(size, device) if cuda else torch.empty(size, dtype=torch.uint8, device="cpu")
         except HostMemoryError as error:
             if not found.points:
                 raise

@@ -38,10 +38,10 @@ class _Sums(torch.autograd.Function):
         groups, bags, padding = ctx.groups, ctx.bags, ctx.padding
         # Offsets may be anywhere.
         sizes = bags.sizes().to(grads[0].device)
-        bag = torch.arange(len(sizes)).repeat_interleave(sizes)
+        bag = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
         used = sizes if padding is None else sizes - sizes.new_zeros(len(sizes)).index_add(0, bag, padding.long())
-        means = torch.tensor([ctx.modes[name] == "mean" for name in bags.counts])
-        means = means.repeat_interleave(torch.tensor(list(bags.counts.values())))
+        means = torch.tensor([ctx.modes[name] == "mean" for name in bags.counts], device="cpu")
+        means = means.repeat_interleave(torch.tensor(list(bags.counts.values()), device="cpu"))
         grad, weights = grads[0], bags.weights
         if bool(means.any()):
             grad = grad * torch.where(means, used.clamp(min=1), 1).double().reciprocal().to(grad.dtype)[:, None]

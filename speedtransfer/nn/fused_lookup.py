@@ -115,7 +115,9 @@ class FusedLookups:
             self._message.wait()
         if self._message is not None or self._ahead:
             about = "rows ahead, of " + ", ".join(str(handle) for handle, _, _ in self._parts)
-            self._exchange.agree_on_counts("looks up rows", torch.zeros(self._exchange.ranks, 1), 0, about)
+            self._exchange.agree_on_counts(
+                "looks up rows", torch.zeros(self._exchange.ranks, 1, device="cpu"), 0, about
+            )
         if not self._routes:
             assert self._message is not None
             self.arrive(*self._message.take())
@@ -226,7 +228,7 @@ def _send_ahead(exchange: Exchange, handles: list[Any], parts: list[FusedPart], 
     beside = exchange.may_be_beside
     if error is not None:
         if beside:
-            IdsAhead(exchange, None, [torch.empty(0, dtype=torch.int64)] * len(handles), about)
+            IdsAhead(exchange, None, [torch.empty(0, dtype=torch.int64, device="cpu")] * len(handles), about)
         else:
             exchange.agree("looks up rows", [-1] * len(handles), about)
         raise error

@@ -157,7 +157,8 @@ def of_nested(ids: Any, weights: Any) -> tuple[Tensor, Tensor, Any]:
 
 def _tensor(name: str, given: Any) -> Tensor:
     try:
-        found = torch.as_tensor(given)
+        # A tensor as it is: torch would move it to the default device.
+        found = given if isinstance(given, Tensor) else torch.as_tensor(given, device="cpu")
         if found.layout not in (torch.strided, torch.jagged):
             raise TypeError(f"its layout is {found.layout}")
         return found
@@ -216,4 +217,6 @@ def _weights_with(ids: Any) -> Any:
 
 def flat_weights(weights: Any) -> Tensor:
     """Return weights that may be 2-D or nested as 1-D."""
-    return weights.values() if callable(getattr(weights, "offsets", None)) else torch.as_tensor(weights).reshape(-1)
+    if callable(getattr(weights, "offsets", None)):
+        return weights.values()
+    return (weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device="cpu")).reshape(-1)

@@ -149,11 +149,11 @@ def _warn_of_draws(early: int) -> None:
 
 
 def _is_changed(ids: Any, before: Tensor) -> bool:
-    return not torch.equal(torch.as_tensor(ids), before)
+    return not torch.equal(torch.as_tensor(ids, device="cpu"), before)
 
 
 def _copies(parts: Iterable[Any]) -> list[tuple[Any, Tensor]]:
-    return [(p, torch.as_tensor(p).clone()) for p in parts if not (isinstance(p, Tensor) and p.is_cuda)]
+    return [(p, torch.as_tensor(p, device="cpu").clone()) for p in parts if not (isinstance(p, Tensor) and p.is_cuda)]
 
 
 class PrefetchLoader(Generic[Batch]):

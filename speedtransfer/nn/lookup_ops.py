@@ -283,12 +283,15 @@ def _as_operator(
         return None
     if not module._has_rows() or in_transform():
         return None
+    handle = module._handle if hasattr(module, "_handle") else module.handle()
+    in_turn = handle.renormalizes or not handle.is_whole
+    if in_turn and _in_a_region():
+        return None
     if isinstance(module, nn.EmbeddingBag):
         beside = [each for each in (offsets, per_sample_weights) if each is not None]
         if not all(type(each) in (Tensor, nn.Parameter) for each in beside) or not ids.dim():
             return None
         bags = ids.shape[0] if offsets is None else offsets.numel() - int(module.include_last_offset)
-    handle = module._handle if hasattr(module, "_handle") else module.handle()
     training = torch.is_grad_enabled()
     weighed = training and per_sample_weights is not None and per_sample_weights.requires_grad
     trained = training and handle.requires_grad
@@ -305,9 +308,28 @@ def _as_operator(
         bags,
         training=trained or weighed,
         weighed=weighed,
-        in_turn=handle.renormalizes or not handle.is_whole,
+        in_turn=in_turn,
     )
     found = _operator(given)(*given)[:-1]
     if not names:
         return found[0]
     return dict(zip(names, found, strict=True)) if isinstance(ids, Mapping) else found
+
+
+def _in_a_region() -> bool:
+    """Tell whether what is traced is in a function of ``torch.compiler.nested_compile_region``.
+
+    Torch 2.13 loses the gradients of what has an effect there.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if "invoke_subgraph" in str(tracer.source_target):
+            return True
+        tracer = tracer.parent
+    return False
+
+
+# The compiler calls it while it traces, as `torch.compiler.assume_constant_result` has it, which would import all of it here.
+_in_a_region._dynamo_marked_constant = True  # type: ignore[attr-defined]

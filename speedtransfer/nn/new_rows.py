@@ -141,7 +141,7 @@ class NewRows:
                 place["path"] = path_of(place["path"], exchange)
             if place["cache_counts"] is not None:
                 ids = Partition(self.shape[0], exchange.ranks).ids_of(exchange.rank)
-                place["cache_counts"] = torch.as_tensor(place["cache_counts"])[ids]
+                place["cache_counts"] = torch.as_tensor(place["cache_counts"], device="cpu")[ids]
         return self._rows(Table(num_rows, self.shape[1], self.stored, device=self.device, max_rows=most, **place))
 
     def over(self, weight: Tensor) -> Rows:

@@ -205,7 +205,7 @@ class _Forwards:
             for (module, ids), ticket in zip(pairs, look_up_together(pairs, agree) or (), strict=False):
                 now.came[module] = _Came.of(ids, ticket)
         if not told:
-            exchange.agree_on_counts("begins a forward", torch.zeros(exchange.ranks, 1), 0)
+            exchange.agree_on_counts("begins a forward", torch.zeros(exchange.ranks, 1, device="cpu"), 0)
 
     def note(self, exchange: Exchange, reference: weakref.ref[Any], ids: Tensor | None) -> None:
         """Take note of a lookup, by ids that may be asked for before their turn."""

@@ -92,7 +92,7 @@ class ShardedTable:
         def check() -> tuple[Tensor, Tensor]:
             ids, shape, _ = as_index(index, self.num_rows, handle.table.device)
             owners.check_rows(ids)
-            values = torch.as_tensor(rows).to(handle.table.device, handle.rows.dtype)
+            values = torch.as_tensor(rows, dtype=handle.rows.dtype, device=handle.table.device)
             if tuple(values.shape) != (*shape, self.dim):
                 raise InvalidValueError(
                     f"rows are {tuple(values.shape)} but index is {tuple(shape)} and the table has {self.dim} columns; pass "

@@ -215,8 +215,8 @@ class StatePlanes:
     def _longer(self, name: str, value: Any) -> Tensor:
         """Return state of the first rows, and what the others begin with."""
         values: Tensor = value.decode() if isinstance(value, PlaneView) else value
-        more = torch.arange(len(values), self.rows.num_loadable)
-        weights = self.rows.read(more.to(self.rows.table.device))["weight"]
+        more = torch.arange(len(values), self.rows.num_loadable, device=self.rows.table.device)
+        weights = self.rows.read(more)["weight"]
         return torch.cat([values, self.initial_rows(name, weights).to(values)])
 
     def _is_in_sight(self, name: str, value: Tensor) -> bool:
