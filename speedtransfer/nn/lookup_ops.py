@@ -332,4 +332,4 @@ def _in_a_region() -> bool:
 
 
 # The compiler calls it while it traces, as `torch.compiler.assume_constant_result` has it, which would import all of it here.
-_in_a_region._dynamo_marked_constant = True  # type: ignore[attr-defined]
+vars(_in_a_region)["_dynamo_marked_constant"] = True
