@@ -14,7 +14,7 @@ from interrupt import Interrupt
 from torch import nn
 
 import speedtransfer as st
-from ranks.pair import DIM, ids, rows_of, table, told, wrap
+from ranks.pair import DIM, ids, table, told, wrap
 from ranks.run import DeadRankError
 from ranks.test_uses import Raising
 
@@ -43,13 +43,22 @@ class Run:
         self.opt = optimizer(self.net.parameters() if wraps else self.emb.parameters(), lr=rate)
 
     def step(self, number: int, leaves: str = "") -> None:
+        def reach(place: str) -> None:
+            if leaves == f"killed at {place}":
+                # When the other one has made its steps.
+                time.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
         if leaves != "zero_grad":
             self.opt.zero_grad()
+        reach("lookup")
         loss = self.model(ids(number), 1 if leaves == "a lookup" else 2)
+        reach("backward")
         if leaves == "backward that raises":
             assert "no gradient" in told(Raising.apply(loss).backward)
         elif leaves not in ("backward", "all"):
             loss.backward()
+        reach("step")
         if leaves not in ("step", "all", "backward that raises"):
             self.opt.step()
 
@@ -58,13 +67,15 @@ class Run:
             self.step(number)
 
 
-def at_odds(kind: str, wrapped: bool, what: str) -> None:
-    """Train; in the third step rank 1 does something else, or leaves something out."""
+def at_odds(kind: str, wrapped: bool, what: str, folder: Path) -> None:
+    """Train; in the third step rank 1 does something else, leaves something out, is interrupted or killed."""
     optimizer = torch.optim.Adam if what == "optimizer" and dist.get_rank() else torch.optim.AdamW
     run = Run(kind, wrapped, optimizer, torch.tensor(0.1) if what == "rate in a tensor" else 0.1)
     run.steps(*range(ODD))
     if dist.get_rank() == 0:
         run.step(ODD)
+    elif what.startswith("interrupted"):
+        assert Interrupt(4, within="_enter").during(lambda: run.step(ODD))
     elif what != "lookup":
         if what == "rate":
             run.opt.param_groups[0]["lr"] = 0.2
@@ -74,11 +85,13 @@ def at_odds(kind: str, wrapped: bool, what: str) -> None:
             run.emb(ids(ODD))
         run.emb.weight.requires_grad_(what != "frozen")
         run.step(ODD, what)
+    if what.endswith("then saves"):
+        st.save_checkpoint(folder, run.emb, run.opt)
     run.steps(*range(ODD + 1, STEPS))
 
 
 # Kinds of tables, whether two of them are wrapped, what one process does, and what all say.
-TOLD = """
+TOLD = r"""
 sharded | one lookup more | out of step|differ where one looks up
 sharded | frozen | without gradients
 sharded | backward that raises | out of step: rank 0: brings gradients .* rank 1: looks up rows
@@ -90,6 +103,11 @@ sharded shared replicas | zero_grad | with a gradient
 sharded shared replicas | rate | 'lr': 0.1,.*'lr': 0.2,
 sharded shared replicas | rate in a tensor | 'lr': 0.1.*'lr': 0.2
 sharded shared replicas | optimizer | by AdamW .* by Adam\x20
+sharded shared replicas | interrupted | the processes are out of step: |after 3 steps
+sharded | interrupted, then saves | the processes are out of step: |after 3 steps
+sharded | killed at lookup | ^rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \(
+sharded | killed at step | could not reach the others where it looks up rows
+shared | killed at backward | could not reach the others where it brings gradients
 wrapped sharded | a lookup | out of step
 wrapped sharded shared replicas | backward | out of step
 wrapped sharded shared replicas | step | .
@@ -106,11 +124,15 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "wrapped", "what", "words"), [pytest.param(*case, id="-".join(map(str, case[:3]))) for case in CASES]
 )
-def test_told_in_all(two, kind, wrapped, what, words):
+def test_told_in_all(two, kind, wrapped, what, words, tmp_path):
     begin = time.monotonic()
-    found = two.fails(at_odds, kind, wrapped, what, timeout=60, limit=50, fresh=False)
+    found = two.fails(at_odds, kind, wrapped, what, tmp_path, timeout=60, limit=50, fresh=False)
     # None of them waits for the time limit of the group, also beside the messages of DistributedDataParallel.
     assert time.monotonic() - begin < 40
+    if what.startswith("killed"):
+        assert isinstance(found[1], DeadRankError)
+        assert re.search(words, str(found[0])), found
+        return
     for each in found:
         assert type(each).__name__ in ("ProcessGroupError", "DifferenceError"), found
         assert re.search(words, str(each)), each
@@ -118,76 +140,6 @@ def test_told_in_all(two, kind, wrapped, what, words):
         assert re.search("rank 0(.|\n)*rank 1", str(each))
 
 
-def test_who_goes_on_alone_waits_no_longer_than_the_group_does(two):
-    found = two.fails(at_odds, "sharded", False, "lookup", timeout=2, limit=30, fresh=False)
+def test_who_goes_on_alone_waits_no_longer_than_the_group_does(two, tmp_path):
+    found = two.fails(at_odds, "sharded", False, "lookup", tmp_path, timeout=2, limit=30, fresh=False)
     assert any("Error" in type(each).__name__ for each in found)
-
-
-def dies(kind: str, where: str) -> tuple[float, str]:
-    run = Run(kind, False)
-    run.steps(0, 1)
-    begin = time.monotonic()
-
-    def reach(place: str) -> None:
-        if place == where and dist.get_rank() == 1:
-            # When the other one has made its steps.
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def rest() -> None:
-        reach("lookup")
-        loss = run.model(ids(2))
-        reach("backward")
-        loss.backward()
-        reach("step")
-        run.opt.step()
-        rows_of(run.emb)
-        dist.barrier()
-
-    said = told(rest)
-    return time.monotonic() - begin, said
-
-
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [("sharded", "lookup"), ("sharded", "step"), pytest.param("shared", "backward", marks=pytest.mark.slow)],
-)
-def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):
-    (seconds, said), died = two.fails(dies, kind, where, timeout=20)
-    assert isinstance(died, DeadRankError)
-    assert seconds < 10
-    words = r"^ProcessGroupError: rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \("
-    assert re.search(words if where == "lookup" else "Error", said), said
-
-
-# --- an interrupt in one of several processes: all go on as if it had not come, or raise in all ---------------------------
-
-
-def interrupted(kind: str, saves: bool, path: Path) -> tuple[bool, str]:
-    """Train with an interrupt in the last process; return whether it came there, and what was raised afterwards."""
-    run, interrupt, came = Run(kind, False), Interrupt(4, within="_enter"), False
-    run.steps(*range(ODD))
-
-    def rest() -> None:
-        nonlocal came
-        if dist.get_rank():
-            came = interrupt.during(lambda: run.step(ODD))
-        else:
-            run.step(ODD)
-        if saves:
-            st.save_checkpoint(path, run.emb, run.opt)
-        else:
-            run.steps(*range(ODD + 1, STEPS))
-
-    text = told(rest)
-    return came, text
-
-
-@pytest.mark.parametrize(
-    ("kind", "saves"), [("sharded", False), ("sharded", True), ("shared", False), ("replicas", False)]
-)
-def test_a_step_that_one_process_has_not_made_is_told_in_all(two, kind, saves, tmp_path):
-    found = two(interrupted, kind, saves, tmp_path)
-    assert [came for came, _ in found] == [False, True]
-    for _, text in found:
-        assert "the processes are out of step: " in text or "after 3 steps" in text, text
