@@ -22,7 +22,7 @@ import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net, Setup
 from ranks.pair import DIM, Pair, told
 from ranks.run import on
-from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
+from ranks.test_vocabulary_ranks import Parts, batch, compared, embedding, evaluate, loss
 from speedtransfer.vocabulary.contents import rows_here
 
 
@@ -207,7 +207,14 @@ def test_files_of_format_2(two, three, tmp_path):
 SAVED, STEPS, SHARES = 5, 9, 6
 # A table that grows, more on one rank than on another, with ids that are admitted at their second or third sighting.
 GROWS = {"max_capacity": 400, "unseen": "row", "capacity": 6}
-SAVES = {"exact": {**GROWS, "admit": 2, "idle": "exact"}, "lazy": {**GROWS, "admit": 3, "evict": "lfu"}}
+SAVES = {
+    "exact": {**GROWS, "admit": 2, "idle": "exact"},
+    "lazy": {**GROWS, "admit": 3, "evict": "lfu"},
+    # Ids go, in each process apart.
+    "lru": {"evict": "lru", "capacity": 90, "admit": 2, "parts": True},
+    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 90, "idle": "exact", "parts": True},
+    "by age": {"evict": 3, "capacity": 400, "parts": True},
+}
 
 
 def share(step: int, rank: int) -> tuple[Tensor, ...]:
@@ -218,12 +225,14 @@ def share(step: int, rank: int) -> tuple[Tensor, ...]:
     return ids, weights * world
 
 
-def resumed(folder: str | None, save_as: str | None, **options: Any) -> float:
+def resumed(folder: str | None, save_as: str | None, parts: bool = False, **options: Any) -> float:
     """Train, from a checkpoint on if one is given, and return how far that is from one process that trains on."""
-    ours, one = embedding(**options), embedding(shared=False, **options)
-    pair = Pair(ours, one, torch.optim.AdamW, loss=loss, batch=share, at_once=True)
+    one = Parts(dist.get_world_size(), **options) if parts else embedding(shared=False, **options)
+    pair = Pair(embedding(**options), one, torch.optim.AdamW, loss=loss, batch=share, at_once=True)
     for step in range(STEPS):
         if step == SAVED and folder:
+            # Where the ids of another batch are.
+            take_step(pair.opt, loss(pair.ours, share(50, dist.get_rank())))
             assert st.load_checkpoint(folder, pair.ours, pair.opt) == 7
             assert pair.ours.vocabulary.clock == SAVED
         if step == SAVED and save_as:
@@ -235,12 +244,21 @@ def resumed(folder: str | None, save_as: str | None, **options: Any) -> float:
         else:
             pair.backward(step)
             pair.end()
+    if parts:
+        # As without the break, in the same rows.
+        vocabularies = pair.ours.vocabulary, one.parts[dist.get_rank()].vocabulary
+        rows = [rows_here(each, vocabularies[1].ids().numpy()) for each in vocabularies]
+        assert np.array_equal(*rows)
     return max(compared(pair), evaluate(pair, STEPS))
 
 
 @pytest.mark.parametrize(
     ("name", "worlds"),
-    few([("exact", ((1, 2), (2, 1), (2, 2))), ("lazy", ((2, 1), (2, 3)))], ("lazy", ((2, 1), (2, 3)))),
+    few(
+        [("exact", ((1, 2), (2, 1), (2, 2))), ("lazy", ((2, 1), (2, 3))), *((it, ((2, 2),)) for it in [*SAVES][2:])],
+        ("lazy", ((2, 1), (2, 3))),
+        *((it, ((2, 2),)) for it in [*SAVES][2:]),
+    ),
 )
 def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name, worlds):
     for saved, loaded in worlds:
@@ -248,52 +266,6 @@ def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name, worlds):
         if not Path(folder).exists():
             assert max(pool.of(saved)(functools.partial(resumed, None, folder, **SAVES[name]))) < 1e-10
         assert max(pool.of(loaded)(functools.partial(resumed, folder, None, **SAVES[name]))) < 1e-10
-
-
-COMES_AND_GOES = {
-    "lru": {"evict": "lru", "capacity": 150, "admit": 2},
-    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 150, "idle": "exact"},
-    "by age": {"evict": 3, "capacity": 400, "storage_dtype": torch.bfloat16, "dtype": torch.float32},
-}
-
-
-def came_and_went(folder: str, goes_on: bool, **options: Any) -> list:
-    """Train, the second half from a checkpoint on, where ids of another batch went before, or without a break."""
-    emb = embedding(**options)
-    opt = torch.optim.AdamW(emb.parameters())
-
-    def train(*steps: int) -> None:
-        for step in steps:
-            ids, weights = batch(step, dist.get_rank(), 400, 3)
-            (emb(ids) * weights.to(emb.weight.dtype)).sum().backward()
-            opt.step()
-            opt.zero_grad()
-            if step == 11 and not goes_on:
-                st.save_checkpoint(folder, emb, opt)
-
-    if goes_on:
-        train(50, 51)
-        st.load_checkpoint(folder, emb, opt)
-    else:
-        train(*range(12))
-    train(*range(12, 24))
-    ids = emb.vocabulary.ids()
-    rows = torch.from_numpy(rows_here(emb.vocabulary, ids.numpy()))
-    planes = [name for name in emb._handle.table.planes if not name.startswith("vocabulary")]
-    return [ids, rows, emb._handle.rows.read(rows, planes)]
-
-
-@pytest.mark.parametrize("name", COMES_AND_GOES)
-def test_ids_come_and_go_as_without_the_break(two, tmp_path, name):
-    went_on, resumed = (
-        two(functools.partial(came_and_went, str(tmp_path), goes_on, **COMES_AND_GOES[name]))
-        for goes_on in (False, True)
-    )
-    for wanted, found in zip(went_on, resumed, strict=True):
-        assert len(wanted[0]) > 10
-        for ours, theirs in zip(found[:2], wanted[:2], strict=True):
-            assert torch.equal(ours, theirs)
-        assert_alike(found[2], wanted[2])
 
 
 @on(2)
