@@ -197,39 +197,14 @@ def test_a_process_without_room(tmp_path: Path) -> None:
 
 # --- a process is killed as several save a delta, or apply one: what was whole stays, and others say what happened ----------
 
-# When a process of two is killed, which one, and whether the delta is there then.
-MOMENTS = {
-    "it marks what there is now": (1, False),
-    "rows go to the first": (1, False),
-    "the file is written": (0, False),
-    "the file is there": (0, True),
-    "rows are applied": (1, True),
+# When a process of two is killed: which one, whether the delta is there then, and what it does not do, or last of all.
+MOMENTS: dict[str, tuple[int, bool, Any, str]] = {
+    "it marks what there is now": (1, False, save_deltas, "contents_of"),
+    "rows go to the first": (1, False, save_deltas.ChangedRows, "gather"),
+    "the file is written": (0, False, os, "replace"),
+    "the file is there": (0, True, files, "write"),
+    "rows are applied": (1, True, apply_deltas, "_write_rows"),
 }
-
-
-def kill(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def killed_when(moment: str) -> None:
-    write = files.write
-
-    def cut(path: Any, tensors: Any, *more: Any) -> None:
-        # The first rows are on their way.
-        write(path, [*tensors[:1], (*tensors[1][:3], map(kill, "1")), *tensors[2:]], *more)
-
-    def at_its_end(*args: Any) -> None:
-        write(*args)
-        kill()
-
-    if moment == "it marks what there is now":
-        save_deltas.contents_of = kill
-    elif moment == "rows go to the first":
-        save_deltas.ChangedRows.gather = kill  # type: ignore[method-assign]
-    elif moment == "rows are applied":
-        apply_deltas._write_rows = kill
-    else:
-        files.write = cut if moment == "the file is written" else at_its_end
 
 
 def save_and_die(folder: Path, moment: str) -> str:
@@ -241,8 +216,10 @@ def save_and_die(folder: Path, moment: str) -> str:
     st.load_checkpoint(folder / "base", copy.net)
     known = st.mark(copy.net)
     world.train(1)
-    if dist.get_rank() == MOMENTS[moment][0]:
-        killed_when(moment)
+    rank, is_there, owner, name = MOMENTS[moment]
+    if dist.get_rank() == rank:
+        done = getattr(owner, name)
+        setattr(owner, name, lambda *given: (is_there and done(*given), os.kill(os.getpid(), signal.SIGKILL)))
     if moment == "rows are applied":
         st.save_delta(folder / "2.safetensors", world.net, mark)
         return told(lambda: st.apply_delta(folder / "1.safetensors", copy.net, known))
@@ -264,7 +241,7 @@ def follow_what_is_there(folder: Path) -> list[Any]:
     [pytest.param(it, marks=() if it == "the file is written" else pytest.mark.slow) for it in MOMENTS],
 )
 def test_killed_and_followed_anew(moment: str, two: Any, tmp_path: Path) -> None:
-    (rank, is_there), before = MOMENTS[moment], tmp_path / "base" / "manifest.json"
+    (rank, is_there, *_), before = MOMENTS[moment], tmp_path / "base" / "manifest.json"
     ends = two.fails(save_and_die, tmp_path, moment, timeout=6)
     assert isinstance(ends[rank], DeadRankError)
     assert "could not reach the others" in ends[1 - rank]
