@@ -212,7 +212,7 @@ SAVES = {
     "lazy": {**GROWS, "admit": 3, "evict": "lfu"},
     # Ids go, in each process apart.
     "lru": {"evict": "lru", "capacity": 90, "admit": 2, "parts": True},
-    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 90, "idle": "exact", "parts": True},
+    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 120, "idle": "exact", "parts": True},
     "by age": {"evict": 3, "capacity": 400, "parts": True},
 }
 
@@ -220,7 +220,7 @@ SAVES = {
 def share(step: int, rank: int) -> tuple[Tensor, ...]:
     """Return a batch of which any number of processes have shares."""
     world = dist.get_world_size()
-    parts = [batch(step, part, 90) for part in range(rank * SHARES // world, (rank + 1) * SHARES // world)]
+    parts = [batch(step, part, 300) for part in range(rank * SHARES // world, (rank + 1) * SHARES // world)]
     ids, weights = (torch.cat(part) for part in zip(*parts, strict=True))
     return ids, weights * world
 
