@@ -253,9 +253,10 @@ def test_a_small_text_is_learnt_by_default(caplog):
          r"lr=1e\+38 is too large for adagrad: there are vectors that are not finite"),
     ],
 )  # fmt: skip
-def test_a_run_that_cannot_train_raises(text, settings, message):
+def test_a_run_that_cannot_train_raises_and_leaves_no_tables(text, settings, message, tmp_path):
     with pytest.raises(InvalidValueError, match=message):
-        quietly(io.BytesIO(text), **settings)
+        quietly(io.BytesIO(text), memory="mmap", path=tmp_path / "tables", **settings)
+    assert not list(tmp_path.iterdir())
 
 
 def test_few_steps(caplog):
