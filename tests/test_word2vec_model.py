@@ -14,7 +14,7 @@ from test_word2vec_gradients import train
 from speedtransfer.errors import RowIndexError
 from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
-from speedtransfer.word2vec.subwords import Subwords, count_ngrams, hash_ngrams
+from speedtransfer.word2vec.subwords import Subwords
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
@@ -84,16 +84,6 @@ def test_first_weights():
     with_ngrams = model_of(WORDS, 8, buckets=100).input.table.numpy()
     assert with_ngrams.shape == (NUM_WORDS + 100, 8)
     assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
-
-
-def test_word_vectors_with_ngrams(monkeypatch):
-    monkeypatch.setattr(model_module, "_WORDS_AT_ONCE", 7)
-    model = model_of(VOCABULARY, 5, buckets=BUCKETS)
-    vectors, table = model.word_vectors(), model.input.table.torch()
-    assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
-    torch.testing.assert_close(vectors, torch.stack([table[of_word].mean(0) for of_word in rows_of(BUCKETS)]))
-    for some in (1, 7, 9, NUM_WORDS + 1):
-        assert torch.equal(model.word_vectors(some), vectors[:some])
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -169,25 +159,18 @@ def draw_words(count, seed=0):
     [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (97, 5, 10**9)],
 )
 def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
-    words = [*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]
-    expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
-    assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
-    assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
-
-
-@pytest.mark.parametrize(("buckets", "dtype"), [(1000, torch.int32), (1 << 32, torch.int64)])
-def test_rows_of_a_vocabulary(buckets, dtype):
-    words = list(dict.fromkeys(draw_words(200)))
-    bags, expected = Subwords(words, buckets, 2, 4), rows_of(buckets, words, 2, 4)
-    ends = bags.offsets.tolist()
-    assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
-    assert bags.rows.dtype == dtype
+    words = list(dict.fromkeys([*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]))
+    bags = Subwords(words, buckets, min_n, max_n)
+    found = bags.rows.split(bags.offsets.diff().tolist())
+    assert [rows.tolist() for rows in found] == rows_of(buckets, words, min_n, max_n)
+    assert bags.rows.dtype == (torch.int64 if buckets == 1 << 32 else torch.int32)
 
 
 # --- vectors of unseen words against gensim's fastText on the same rows; and their file -------------------------------
 
 
-def test_words_have_the_vectors_that_fasttext_gives_them():
+def test_words_have_the_vectors_that_fasttext_gives_them(monkeypatch):
+    monkeypatch.setattr(model_module, "_WORDS_AT_ONCE", 2)
     words = ["walking", "walked", "talking", "été", "naïve"]
     model = model_of(words, 7, buckets=60, min_n=2, max_n=4)
     ngrams, (table, others) = model.ngram_vectors(), np.split(model.input.table.numpy(), [len(words)])
@@ -196,7 +179,8 @@ def test_words_have_the_vectors_that_fasttext_gives_them():
     theirs.vectors_vocab, theirs.vectors_ngrams = table, others
     theirs.recalc_char_ngram_buckets()
     theirs.adjust_vectors()
-    np.testing.assert_allclose(model.word_vectors().numpy(), theirs.vectors, atol=1e-7)
+    for some in (None, 1, 2, 3, 6):
+        np.testing.assert_allclose(model.word_vectors(some).numpy(), theirs.vectors[:some], atol=1e-7)
     for word in ("talked", "étéä", "日本", "x"):
         np.testing.assert_allclose(ngrams[word], theirs[word], atol=1e-7)
 
