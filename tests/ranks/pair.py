@@ -58,6 +58,18 @@ def told(function: Callable[[], Any]) -> str:
     return ""
 
 
+class Features(st.MultiEmbedding):
+    """Takes a column of ids for each feature, of which one gets no gradient: how many ids there are says which, or none."""
+
+    # Of a vocabulary ids have 62 bits.
+    shift = 0
+
+    def forward(self, ids: Tensor) -> Any:
+        rows = super().forward({str(n): column >> self.shift for n, column in enumerate(ids.unbind(1))})
+        left_out = len(ids) % 3
+        return torch.stack([found.detach() if n == left_out else found for n, found in enumerate(rows.values())], 1)
+
+
 class Net(nn.Module):
     """A table that is looked up several times, each time for a part of the ids, and a dense part."""
 

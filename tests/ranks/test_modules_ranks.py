@@ -1,6 +1,5 @@
 """Modules and tables of several processes: what is made of them and with them, by all or by some, in groups of all kinds."""
 
-import functools
 import gc
 import os
 import time
@@ -11,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import take_step
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
-from ranks.pair import DIM, ROWS, Pair, ids, rows_of, table, tables, told, wrap
+from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
 from ranks.run import on
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
@@ -184,87 +183,6 @@ def test_without_cuda_messages_are_on_the_host() -> None:
     rows: list[Any] = [None] * 2
     dist.all_gather_object(rows, emb(torch.arange(20)).detach())
     assert torch.equal(*rows)
-
-
-# --- a `MultiEmbedding`: the numbers of one process with the batches of all, with a vocabulary too ---------------------------
-
-SIZES, PADDING = {"a": 40, "b": 1, "c": 30}, {"a": -1, "b": None, "c": 2}
-# Which features each rank gives a gradient in each step.
-STEPS = [("ab", "ab"), ("a", "c"), ("", "b"), ("abc", "a"), ("c", "c"), ("a", "ab"), ("b", "b"), ("abc", "abc")]
-OPTIMIZERS = {
-    "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.1),
-    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
-}
-
-
-def with_ids(sizes: Any, dim: int, **options: Any) -> st.MultiEmbedding:
-    return st.MultiEmbedding(sizes, dim, PADDING, vocabulary=st.Vocabulary(seed=3, max_capacity=1000), **options)
-
-
-def ids_of(step: int, rank: int, has_ids: bool = False) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(10 * step + rank)
-    if not has_ids:
-        return {name: torch.randint(0, size, (5,), generator=draw) for name, size in SIZES.items()}
-    ids = {name: torch.randint(-2, 6 + 2 * step, (3 + rank, 2), generator=draw) for name in SIZES}
-    # In a vocabulary of one process as in the order of ranks.
-    return {name: part * (1 << 50) if name == "b" else part for name, part in ids.items()}
-
-
-class Net(nn.Module):
-    """All look all features up; the loss is of some, and of none in some processes."""
-
-    def __init__(self, emb: st.MultiEmbedding) -> None:
-        super().__init__()
-        self.emb, self.scale = emb, nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, place: tuple[int, int]) -> Tensor:
-        step, rank = place
-        rows = self.emb(ids_of(step, rank, self.emb.vocabulary is not None))
-        losses = [((rows[f] - 0.3).square() * torch.arange(DIM)).sum() for f in STEPS[step][rank]]
-        return sum(losses, 0 * self.scale)
-
-
-@torch.no_grad()
-def read(net: Net) -> Tensor:
-    net.eval()
-    has_ids = net.emb.vocabulary is not None
-    rows = [net.emb(ids_of(step, rank, has_ids)) for step in range(len(STEPS) + 1) for rank in range(2)]
-    net.train()
-    return torch.cat([part.reshape(-1, DIM) for found in rows for part in found.values()])
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        ("sharded", False, False, "adamw", "exact"),
-        ("shared", False, False, "adamw", "exact"),
-        ("shared", False, False, "sgd", "lazy"),
-        ("replicas", False, True, "sgd", "lazy"),
-        ("sharded", True, False, "sgd", "lazy"),
-        ("sharded", True, True, "adamw", "lazy"),
-        ("sharded", True, False, "adamw", "exact"),
-        pytest.param(("sharded", False, True, "sgd", "lazy"), marks=pytest.mark.slow),
-        pytest.param(("replicas", False, True, "adamw", "exact"), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-@on(2)
-def test_training(how: tuple[str, bool, bool, str, str]) -> None:
-    kind, has_ids, ddp, optimizer, idle = how
-    ours, one = (
-        Net(table(each, SIZES, DIM, make=with_ids if has_ids else st.MultiEmbedding, idle=idle))
-        for each in (kind, "one")
-    )
-    given: dict[str, Any] = {"batch": lambda *place: place, "loss": lambda net, place: net(place), "lr": 0.05}
-    pair = Pair(ours, one, OPTIMIZERS[optimizer], **given, **({"wrap": wrap} if ddp else {}))
-    for step in range(len(STEPS)):
-        pair.backward(step)
-        pair.end()
-    if has_ids:
-        parts = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, pair.ours.emb.vocabulary.ids())
-        assert torch.equal(torch.cat(parts).unique(), pair.one.emb.vocabulary.ids().sort().values)
-    torch.testing.assert_close(read(pair.ours), read(pair.one), rtol=0, atol=1e-12)
 
 
 # --- all rows -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from ranks.pair import DIM, Pair, told
+from ranks.pair import DIM, Features, Pair, told
 from ranks.run import on
 from speedtransfer.vocabulary import owners_of
 from speedtransfer.vocabulary.policies import share_of
@@ -30,6 +30,12 @@ def embedding(capacity: int = 60, kind: Any = st.Embedding, shared: bool = True,
         options["process_group"] = dist.group.WORLD
     given = {"padding_idx": PADDING, "dtype": torch.float64, "idle": "lazy", **options}
     return kind(capacity, DIM, vocabulary=st.Vocabulary(**settings), **given)
+
+
+def features(capacity: int, dim: int, padding_idx: int, **options: Any) -> Features:
+    made = Features([capacity // 3] * 3, dim, [padding_idx >> 2] * 3, **options)
+    made.shift = 2
+    return made
 
 
 class Parts(nn.Module):
@@ -128,6 +134,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "sightings, a row for unseen ids": {"admit": 3, "unseen": "row"},
     "sightings, zeros for unseen ids": {"admit": 2, "unseen": "zeros"},
     "bag": {"admit": 2, "kind": st.EmbeddingBag},
+    "features": {"kind": features, "max_capacity": 400, "lookups": 2},
+    "features, exact": {
+        "kind": features,
+        "max_capacity": 400,
+        "lookups": 2,
+        "idle": "exact",
+        "optimizer": "sgd-momentum",
+    },
     "max_norm": {"max_norm": 1.0},
     "sparse gradients": {"sparse": True, "optimizer": "sparse"},
     "records, no padding": {"layout": "rows", "padding_idx": None, "unseen": "row", "admit": 2},
