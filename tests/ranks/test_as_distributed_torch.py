@@ -14,7 +14,7 @@ from weight_world import run_code
 
 import speedtransfer as st
 from ranks import pair
-from ranks.pair import DIM, ROWS, Net, ids, squares, table, told, wrap
+from ranks.pair import DIM, ROWS, Net, ids, squares, told, wrap
 from ranks.run import on
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -205,14 +205,6 @@ def test_rows_are_sent_both_ways_at_once() -> None:
 
 
 # --- what the processes have to share ---------------------------------------------------------------------------------------
-
-
-@on(2)
-def test_rows_that_one_process_has_loaded() -> None:
-    emb = table("sharded")
-    if dist.get_rank() == 0:
-        emb.load_state_dict({"weight": torch.full((ROWS, DIM), 2.0)})
-    assert "the processes differ" in told(lambda: emb(ids()))
 
 
 @pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])

@@ -74,6 +74,7 @@ sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more 
 multi(dict(x=(ids() % 3, torch.tensor([[0, 4, 5], [0, 4, 2]][rank])))) -> rank 1 // offsets.2. of feature 'x' is 2 after 4
 emb(emb.prefetch(torch.tensor([5, ROWS])[rank:][:1])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
 (emb.prefetch(ids()), emb(ids() + rank)) -> rank 0: rows ahead.*rank 1: weight after 0 steps, .* lookups .in training
+(rank or nan.load_state_dict(dict(weight=torch.zeros(ROWS, DIM))), nan(ids())) -> the processes differ
 st.Embedding(ROWS, DIM, memory="mmap", path="none/rows", **group) -> /none/rows' is not a folder that exists
 st.Embedding(ROWS, DIM, memory="pageable", cache_rows=9, cache_counts=torch.arange(7), **group) -> but the table has 50 rows
 """
