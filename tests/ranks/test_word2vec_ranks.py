@@ -1,7 +1,6 @@
 """word2vec of several processes: each has a part of the vocabulary, and blocks of its own, of one corpus or of its part."""
 
 import collections
-import json
 import random
 import re
 from pathlib import Path
@@ -22,57 +21,9 @@ from speedtransfer.word2vec import Corpus, Settings, train
 from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.gradients import block_gradients
 from speedtransfer.word2vec.optimizers import set_lr
-from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run_folder import train_into
 from speedtransfer.word2vec.trainer import Trainer
 from speedtransfer.word2vec.vectors import Vectors
-
-# --- one corpus, of which all take blocks in turns ------------------------------------------------------------------------
-
-
-def text(path: Path) -> Path:
-    """Two topics whose words never meet."""
-    draw = random.Random(4)
-    topics = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "sky")]
-    lines = [" ".join(draw.choices(topics[draw.randrange(2)], k=20)) for _ in range(400)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def trained(path: str, options: dict) -> dict[str, Any]:
-    block_words = 256 // (dist.get_world_size() if dist.is_initialized() else 1)
-    settings = Settings(dim=16, epochs=4, block_words=block_words, sample=0, min_count=1, kind="lines", **options)
-    trainer = Trainer(Corpus(Path(path), 1, kind="lines"), settings)
-    with TrainingProgress(False) as progress:
-        trainer.run(progress)
-    vectors = trainer.vectors()
-    return {"words": vectors.words, "matrix": np.array(vectors.matrix), "steps": trainer.step}
-
-
-def apart(words: list[str], matrix: np.ndarray) -> float:
-    """How much closer words of one topic are than words of two."""
-    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
-    same = np.array([[a[:3] == b[:3] for b in words] for a in words])
-    cosines = unit @ unit.T
-    return float(cosines[same].mean() - cosines[~same].mean())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{}, {"memory": "shared"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50}], ids=str
-)
-def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
-    path = str(text(tmp_path / "topics.txt"))
-    first, second = two(trained, path, options)
-    assert first["words"] == second["words"]
-    np.testing.assert_array_equal(first["matrix"], second["matrix"])
-    alone = trained(path, {k: v for k, v in options.items() if k != "memory"})
-    # As many steps, of as many words, as in one process.
-    assert abs(first["steps"] - alone["steps"]) <= 4
-    ours, theirs = (apart(each["words"], each["matrix"]) for each in (first, alone))
-    assert theirs > 0.3
-    assert ours > 0.8 * theirs
-
 
 # --- a part of the corpus for each -------------------------------------------------------------------------------------
 
@@ -166,9 +117,8 @@ def test_a_divided_run_has_the_same_bits_in_all_ways(two, pattern, tmp_path):
             train(pattern, checkpoint=tmp_path / "point", resume=True, **quiet)
 
 
-def trained_by_the_first(pattern: str) -> np.ndarray:
-    # Else that of several processes is larger.
-    settings = Settings(**QUICK, options={"eps": 10.0})
+def trained_by_the_first(pattern: str, options: dict[str, Any]) -> np.ndarray:
+    settings = Settings(**QUICK, **options)
     trainer = Trainer(Corpus(pattern, settings=settings), settings)
     trainer.num_steps = len(trainer.sampler)
     trainer._block_of = lambda step: None if world() is not None and dist.get_rank() else step
@@ -177,16 +127,27 @@ def trained_by_the_first(pattern: str) -> np.ndarray:
     return trainer.vectors().matrix.copy()
 
 
-def test_steps_without_words_change_nothing(two, pattern):
+# Else the eps of AdamW in several processes is larger.
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"options": {"eps": 10.0}},
+        {"options": {"eps": 10.0}, "memory": "shared"},
+        {"model": "cbow", "optimizer": "adagrad"},
+        {"options": {"eps": 10.0}, "buckets": 50},
+    ],
+    ids=str,
+)
+def test_steps_without_words_change_nothing(two, pattern, options):
     """Also several of them, and the first."""
-    alone = trained_by_the_first(pattern)
-    for matrix in two(trained_by_the_first, pattern):
+    alone = trained_by_the_first(pattern, {name: value for name, value in options.items() if name != "memory"})
+    for matrix in two(trained_by_the_first, pattern, options):
         np.testing.assert_array_equal(matrix, alone)
 
 
-def some_steps(pattern: str) -> np.ndarray:
+def some_steps(pattern: str, count: int | None = 6) -> np.ndarray:
     trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
-    for _ in range(6):
+    for _ in range(count or trainer.num_steps):
         trainer.train_step()
     return trainer.vectors().matrix.copy()
 
@@ -295,12 +256,11 @@ def test_an_open_file_is_a_part(pattern: str) -> None:
 
 
 @pytest.mark.slow
-def test_word2vec_joins_what_a_launcher_starts(tmp_path):
-    path, run = text(tmp_path / "topics.txt"), tmp_path / "run"
-    options = "--dim 16 --min-count 1 --sample 0 --kind lines --epochs 4 --block-words 128"
-    command = ["-m", "speedtransfer", "word2vec", "train", str(path), *options.split(), "-o", str(run)]
+def test_word2vec_joins_what_a_launcher_starts(two, pattern, tmp_path):
+    path, run = pattern.replace("*", "0"), tmp_path / "run"
+    options = "--dim 8 --epochs 2 --block-words 128 --min-count 2 --sample 0 --shared-negatives 32 --device cpu"
+    command = ["-m", "speedtransfer", "word2vec", "train", path, *options.split(), "-o", str(run)]
     printed = end(torchrun("--standalone", *command, processes=2, folder=tmp_path))
     assert printed.count("vectors: ") == 1
-    vectors = Vectors.load(run / "vectors.txt")
-    assert apart(vectors.words, vectors.matrix) > 0.3
-    assert json.loads((run / "settings.json").read_text())["corpus_words"] == 8000
+    for matrix in two(some_steps, path, None):
+        np.testing.assert_array_equal(Vectors.load(run / "vectors.txt").matrix, matrix)
