@@ -12,11 +12,9 @@ from cpu_kernels import CpuKernels, cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.vocabulary import device_map, numba_initial
 from speedtransfer.vocabulary.device_map import Slots, fill_unseen
-from speedtransfer.vocabulary.initial import Initial, _rounded, check_initial, initial_values, stream_key
+from speedtransfer.vocabulary.initial import Initial, _rounded, initial_values, stream_key
 from speedtransfer.vocabulary.mixing import GOLDEN
 
 NORMAL, UNIFORM = ("normal", 0.0, 1.0), ("uniform", -0.1, 0.3)
@@ -106,21 +104,6 @@ def test_ties_between_two_roundings():
         assert _rounded(values, dtype).double().tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("initial", "error", "message"),
-    [
-        ("normal", InvalidTypeError, r"initial is .normal. but must be \(\"normal\", mean, std\)"),
-        (("gauss", 0, 1), InvalidValueError, "initial is .'gauss', 0, 1."),
-        (("normal", 0, "1"), InvalidTypeError, "is '1' .str. but must be a number"),
-        (("uniform", 0, float("nan")), InvalidValueError, "nan but must be finite"),
-        (("uniform", -1e308, 1e308), InvalidValueError, "beyond float64"),
-    ],
-)
-def test_bad_initials(initial, error, message):
-    with pytest.raises(error, match=message):
-        check_initial(initial)
-
-
 # --- on a device: kernels run on the CPU -------------------------------------------------------------------------------
 
 
@@ -207,10 +190,3 @@ def unmixed(x: int) -> int:
             found = x ^ found >> shift
         x = found * pow(factor, -1, 2**64) % 2**64
     return x
-
-
-def test_the_table_alone_cannot_say_what_rows_begin_with() -> None:
-    emb = st.Embedding(4, 2, vocabulary=st.Vocabulary(initial=0.5))
-    with pytest.raises(InvalidValueError, match=r"cannot be filled by its table; .* torch\.nn\.init\.normal_"):
-        emb.table.uniform_(-0.05, 0.05)
-    assert (emb(torch.tensor([7])) == 0.5).all()

@@ -377,23 +377,6 @@ def test_what_is_loaded_gives_it_rows(load: str, born: str, tmp_path: Path) -> N
     assert not other[0](torch.tensor([3])).any()
 
 
-REFUSED: dict[str, Callable[[nn.Module], Any]] = {
-    "assign=True": lambda net: net.load_state_dict(train(model()).state_dict()),
-    "Missing": lambda net: net.load_state_dict({}, assign=True),
-    "no rows yet": lambda net: net[0].activate(torch.tensor([1])),
-    "no rows yet, or those": lambda net: net[0].vocabulary.export(),
-    "this module has a vocabulary": lambda net: setattr(net[0], "weight", st.Embedding(3, 2).weight),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_on_the_meta_device(what: str) -> None:
-    net = model("meta")
-    with pytest.raises((InvalidTypeError, InvalidValueError, RuntimeError), match=what):
-        REFUSED[what](net)
-    assert net[0].weight.is_meta
-
-
 # --- what has changed since a time, in memory and in files, and copies that follow -------------------------------------
 
 
