@@ -6,7 +6,6 @@ Which ids are admitted is told beforehand; which are evicted is observed, and ch
 """
 
 import copy
-import pickle
 import random
 import tempfile
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits
+from cases import COPIES, assert_same_bits
 from hypothesis import HealthCheck
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -439,15 +438,15 @@ class VocabularyMachine(RuleBasedStateMachine):
             for old, new in list(zip((module, optimizer), made, strict=True))[:: 1 if way == "model first" else -1]:
                 new.load_state_dict(copy.deepcopy(old.state_dict()))
 
-    @rule(way=some.sampled_from(["deepcopy", "pickle"]))
+    @rule(way=some.sampled_from(list(COPIES)))
     def copies(self, way: str) -> None:
         self.drop_gradients()
-        both = [(self.ours, self.optimizers[0]), (self.plain, self.optimizers[1])]
-        made = [copy.deepcopy(one) if way == "deepcopy" else pickle.loads(pickle.dumps(one)) for one in both]
-        (self.ours, ours), (self.plain, plain) = made
-        self.optimizers, self.vocabulary = (ours, plain), self.ours.vocabulary
+        both = [(self.vocabulary, self.ours, self.optimizers[0]), (None, self.plain, self.optimizers[1])]
+        (self.vocabulary, self.ours, ours), (_, self.plain, plain) = map(COPIES[way], both)
+        self.optimizers = ours, plain
+        assert self.vocabulary is self.ours.vocabulary is not both[0][0]
         # The copies of rows that no id has are as these are, and no state of optimizers is there before the next step.
-        if way == "pickle" and "memory" in self.config["table"]:
+        if way != "deepcopy" and "memory" in self.config["table"]:
             assert self.ours.table.memory == "pageable"
 
     @rule()
