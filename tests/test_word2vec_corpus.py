@@ -97,15 +97,6 @@ def test_more_distinct_words_than_memory(monkeypatch):
         corpus_of(" ".join(map(str, range(100_000))))
 
 
-def test_damaged_archive(tmp_path):
-    packed = {f"cut.{kind.__name__}": kind.compress(b"word " * 10_000)[:-20] for kind in (gzip, lzma)}
-    for name, data in {**packed, "foreign.gzip": b"not packed at all"}.items():
-        path = (tmp_path / name).with_suffix(".gz" if name.endswith("gzip") else ".xz")
-        path.write_bytes(data)
-        with pytest.raises(StorageError, match=rf"{path.name}' is damaged, or not packed as its name says"):
-            words_of(path)
-
-
 def test_what_an_open_file_cannot_read(monkeypatch):
     broken = type("Broken", (io.BytesIO,), {"read": raising(OSError(5, "Input/output error"))})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(broken()))

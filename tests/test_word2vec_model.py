@@ -11,7 +11,6 @@ from late import fasttext
 from test_word2vec_gradients import draw_block as draw_windows
 from test_word2vec_gradients import train
 
-from speedtransfer.errors import RowIndexError
 from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.subwords import Subwords
@@ -64,13 +63,6 @@ def test_a_block_prepared_beforehand_gives_the_same(buckets):
     assert model.prepare(prepared).places is prepared.places
     model.zero_grad()
     assert torch.equal(model.deposit_gradients(prepared).center, expected)
-
-
-def test_block_of_another_vocabulary():
-    model = model_of(VOCABULARY, 5)
-    for use in (model.prepare, model.deposit_gradients):
-        with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
-            use(draw_block(60, vocabulary=NUM_WORDS + 5))
 
 
 def test_first_weights():

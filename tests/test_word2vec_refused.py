@@ -1,6 +1,8 @@
 """Arguments and files that are refused, in one line, before anything is written."""
 
+import gzip
 import io
+import lzma
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,8 @@ Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
 -> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
 Places.find(Block(*[torch.arange(3)] * 4, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
+in_memory("abc").prepare(Block(*[torch.tensor([5, 0])] * 4)) -> RowIndexError: 5.*3
+in_memory("abc").deposit_gradients(Block(*[torch.tensor([5, 0])] * 4)) -> RowIndexError: 5.*3
 model([]) -> InvalidValueError: vocabulary is 0 but must be at least 1
 model("abc", path="here/file/tables") -> StorageError: cannot make folder
 Word2Vec("abc", Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
@@ -96,6 +100,9 @@ read_config(file("bad.toml", "lr = nan")) -> InvalidValueError: config 'bad.toml
 read_config(file("bad.toml", "dim =\nlr = 1")) -> InvalidValueError: config 'bad.toml' is no TOML: .*line 1
 read_config(file("s.json", "[" * 100_000)) -> InvalidValueError: 's.json' is no JSON with an object "settings": nested
 read_config(file("s.json", "[]")) -> InvalidValueError: is no JSON with an object "settings": .*pass TOML, or the settings.json
+Corpus(file("cut.gz", gzip.compress(b"word " * 10_000)[:-20])) -> StorageError: 'cut.gz' is damaged, or not packed as its name
+Corpus(file("cut.xz", lzma.compress(b"word " * 10_000)[:-20])) -> StorageError: 'cut.xz' is damaged, or not packed as its name
+Corpus(file("foreign.gz", "not packed at all")) -> StorageError: 'foreign.gz' is damaged, or not packed as its name says
 read("") -> InvalidValueError: 'the given file' holds no words; pass a corpus with text in it
 read("a a a a a a b b c") -> InvalidValueError: min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less
 read(b"some text\0more") -> InvalidValueError: is no text: byte 9 is NUL
@@ -173,6 +180,10 @@ def model(vocabulary, dim=5, **settings):
     return word2vec.Word2Vec(vocabulary, word2vec.Settings(dim=dim, **memory))
 
 
+def in_memory(vocabulary):
+    return word2vec.Word2Vec(vocabulary, word2vec.Settings(dim=5, device="cpu"))
+
+
 def read(data, **settings):
     return Corpus(io.BytesIO(data if isinstance(data, bytes) else data.encode()), **settings)
 
@@ -195,7 +206,7 @@ def named(word):
 NAMES = {
     **{name: getattr(word2vec, name) for name in word2vec.__all__}, "np": np, "torch": torch, "io": io, "plot": plot,
     "Places": Places, "Unread": Unread, "model": model, "read": read, "file": file,
-    "stored": stored, "named": named, "read_config": read_config,
+    "stored": stored, "named": named, "read_config": read_config, "gzip": gzip, "lzma": lzma, "in_memory": in_memory,
 }  # fmt: skip
 
 
