@@ -2,10 +2,13 @@
 
 import copy
 import functools
+import inspect
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -480,3 +483,26 @@ def test_a_step_of_rows_that_a_device_did_not_find_is_not_made(monkeypatch: pyte
     opt.zero_grad()
     take_step(opt, emb(torch.tensor([3])).sum())
     assert (emb.table.torch() != before).any(1).nonzero().flatten().tolist() == [3]
+
+
+def test_a_cache_that_is_entered_as_an_interrupt_comes_is_free() -> None:
+    """While its traceback still keeps the frames: the write is made again then."""
+    slots: Any = st.Table(9, 4, memory="pageable", cache_rows=3)._engine.slots
+
+    def enters(frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if event == "return" and code.co_name in ("__enter__", "turn") and not code.co_flags & inspect.CO_GENERATOR:
+            raise KeyboardInterrupt
+        return enters
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(enters)
+        slots.turn().__enter__()
+    except KeyboardInterrupt:
+        sys.settrace(before)
+        assert elsewhere(lambda: slots._lock.acquire(timeout=0.2) and (slots._lock.release() or True))
+    else:
+        raise AssertionError("not reached")
+    finally:
+        sys.settrace(before)

@@ -7,7 +7,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -54,15 +55,10 @@ class Slots:
         """Number of rows that have a slot."""
         return len(self.map[0])
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[torch.cuda.Stream | None]:
-        """Keep other threads, and other streams of the device, from the slots; give the current stream."""
-        if self.order is None:
-            with self._lock:
-                yield None
-        else:
-            with self.order.writing() as stream:
-                yield stream
+    def turn(self) -> AbstractContextManager[object]:
+        """Keep other threads, and other streams of the device, from the slots."""
+        # No generator: what is interrupted between it and the block would keep the lock until its traceback goes.
+        return self._lock if self.order is None else self.order.writing()
 
     @torch.no_grad()
     def wait(self, writes_only: bool = False) -> None:

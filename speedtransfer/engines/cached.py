@@ -185,7 +185,7 @@ class CachedEngine:
 
     def _gather(self, planes: list[Tensor], ids: Tensor, rows: list[Tensor], unsorted: bool) -> None:
         slots = self.slots
-        with slots.turn() as stream:
+        with slots.turn():
             slots.notice()
             if are_suitable(slots, planes, rows):
                 seen = torch.empty_like(ids)
@@ -193,7 +193,7 @@ class CachedEngine:
                 self._choose(seen)
                 return
             reading = Reading(slots, planes, ids, rows) if slots.may_have(ids) else None
-            if stream is not None and reading is not None:
+            if slots.order is not None and reading is not None:
                 reading.fetch(unsorted)
                 self._finish(reading)
         if reading is None:
@@ -204,7 +204,7 @@ class CachedEngine:
                 exists = existing(ids, planes[0])
                 self._count(torch.zeros_like(exists), exists, planes)
                 self._choose(torch.where(exists, ids, NO_ROW))
-        elif stream is None:
+        elif slots.order is None:
             reading.fetch(unsorted)
             with slots.turn():
                 self._finish(reading)
