@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.once import once
+from speedtransfer.tasks import submit
 
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
 _ANNOUNCED_S = 1.0
@@ -124,11 +125,8 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
     others = list[concurrent.futures.Future[None]]()
     try:
         for start, stop in itertools.pairwise(edges[1:]):
-            try:
-                # With the tensors: the copies know addresses only, and whoever is interrupted here lets go of the memory.
-                others.append(_pool(torch.get_num_threads()).submit(_run, parts, start, stop, memory))
-            except RuntimeError:  # Python is on its way out, or the system has no thread left
-                _run(parts, start, stop, memory)
+            # With the tensors: the copies know addresses only, and whoever is interrupted here lets go of the memory.
+            others.append(submit(_pool(torch.get_num_threads()), _run, parts, start, stop, memory))
         _run(parts, edges[0], edges[1], memory)
     finally:
         concurrent.futures.wait(others)

@@ -65,6 +65,27 @@ def test_first_use_of_everything_by_four_threads() -> None:
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
+AT_EXIT = """
+import concurrent.futures.thread, sys, torch, speedtransfer as st
+emb = st.Embedding(40_000, 64)
+opt = torch.optim.Adam(emb.parameters())
+# As it is once Python is on its way out, when the functions of atexit are called.
+concurrent.futures.thread._python_exit()
+emb(torch.arange(20_000)).sum().backward()
+opt.step()
+st.save_checkpoint(sys.argv[1], emb, opt)
+emb.weight.data.zero_()
+st.load_checkpoint(sys.argv[1], emb, opt)
+batches = st.prefetch([torch.tensor([1, 2])] * 3, lambda ids: {emb: ids})
+print(len([emb(ids) for ids in batches]), bool(emb.weight.ne(0).all()))
+"""
+
+
+def test_what_needs_no_thread_works_at_exit(tmp_path):
+    ran = run_script(AT_EXIT, str(tmp_path))
+    assert (ran.stdout, ran.returncode) == ("3 True\n", 0), ran.stderr[-2000:]
+
+
 # --- one trains, others read ------------------------------------------------------------------------------------------------
 
 

@@ -182,8 +182,11 @@ _running: dict[str, BackgroundSave] = {}
 
 def begin(place: Any, num_bytes: int, write: Callable[[Callable[[int], None]], None]) -> BackgroundSave:
     """Start a save to a place."""
-    _wait_at_exit()
-    save = _running[_key(place)] = BackgroundSave(str(place), num_bytes, write)
+    try:
+        _wait_at_exit()
+        save = _running[_key(place)] = BackgroundSave(str(place), num_bytes, write)
+    except RuntimeError as error:
+        raise InvalidValueError(f"background=True cannot begin a thread ({error}); save without it") from error
     return save
 
 

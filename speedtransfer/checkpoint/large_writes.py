@@ -19,6 +19,7 @@ import numpy as np
 from typing_extensions import Self
 
 from speedtransfer.tables.clones import Origin, can_clone, clone
+from speedtransfer.tasks import submit
 
 try:
     import fcntl
@@ -63,7 +64,7 @@ class LargeWrites:
             values = values[count:]
             if self._used == _BUFFER_BYTES:
                 self._writing.result()
-                self._writing = self._writer.submit(self._send, self._buffers[0])
+                self._writing = submit(self._writer, self._send, self._buffers[0])
                 self._buffers.reverse()
                 self._used = 0
 

@@ -24,6 +24,7 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import ALIGN, GAP, METADATA, Entry, check_entry, header_bytes, is_gap, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 from speedtransfer.tables.clones import BLOCK, Origin, are_worth, origin_of
+from speedtransfer.tasks import submit
 from speedtransfer.untrusted import parse_json
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class TensorPlan:
                 if on_one_thread:
                     digest.update(data)
                 else:
-                    hashed = hasher.submit(digest.update, data)
+                    hashed = submit(hasher, digest.update, data)
                 if not is_there:
                     file.write(data)
                 advance(len(data))
@@ -241,7 +242,7 @@ class TensorReader:
                 part = self._read(start, memoryview(next(buffers))[: size - start])
                 if hashed is not None:
                     hashed.result()
-                hashed = hasher.submit(digest.update, part)
+                hashed = submit(hasher, digest.update, part)
                 advance(len(part))
         if digest.hexdigest() != self.facts["sha256"]:
             raise self._damaged("does not have the checksum that was written")

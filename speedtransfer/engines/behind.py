@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from speedtransfer.once import fork_safe_lock, once
+from speedtransfer.tasks import submit
 
 
 class Behind:
@@ -25,7 +26,7 @@ class Behind:
         with self._lock:
             self._finish()
             self._write = write
-            self._future = _thread().submit(self._make, write)
+            self._future = submit(_thread(), self._make, write)
 
     def _make(self, write: Callable[[], None]) -> None:
         write()

@@ -16,6 +16,7 @@ from speedtransfer.engines import faults_left
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
 from speedtransfer.tables import UniqueRows, WriteLog, kept, padded_unique, unique_rows
+from speedtransfer.tasks import call_here, submit
 
 # Rows that take more than this share of the device's memory are not padded: the host waits for their number, which is little
 # beside what they take themselves.
@@ -130,14 +131,9 @@ def begin_to_read(
     """
     work = rows, flat, shape, padding_idx, planes, rows.table.watch(), asked
     if not (flat.is_cuda and rows.table.takes_padding):
-        return _threads().submit(_read, *work)
+        return submit(_threads(), _read, *work)
     # The host has nothing to do but to launch.
-    future: concurrent.futures.Future[Ahead | None] = concurrent.futures.Future()
-    try:
-        future.set_result(_read(*work))
-    except Exception as error:
-        future.set_exception(error)
-    return future
+    return call_here(_read, *work)
 
 
 def _read(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
+from speedtransfer.tasks import submit
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -100,11 +101,11 @@ class Sampler:
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            drawn = [thread.submit(draw, step) for step in range(first, last)[:1]]
+            drawn = [submit(thread, draw, step) for step in range(first, last)[:1]]
             for step in range(first, last):
                 block = drawn.pop().result()
                 if step + 1 < last:
-                    drawn.append(thread.submit(draw, step + 1))
+                    drawn.append(submit(thread, draw, step + 1))
                 yield block
 
     def block(self, step: int) -> Block:
