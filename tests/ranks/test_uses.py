@@ -68,7 +68,7 @@ for emb, other in others.items():
 pair.train(0, 1, loss=lambda emb, ids: squares(emb, ids) + squares(others[emb], ids // 2))
 
 # under another default device: what would be made there has no values
-pair = tables(kind, sgd_with_momentum)  # AdamW of torch 2.6 cannot
+pair = tables(kind, sgd_with_momentum)  # AdamW of torch 2.6 raises
 for step in range(3):
     with torch.device("meta"):
         pair.backward(step)
