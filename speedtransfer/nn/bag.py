@@ -83,7 +83,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             input = ask(self, input)
         elif self.max_norm is not None or self._handle.id_space.come_and_go:
             about: Any = {"mode": self.mode, "scale_grad_by_freq": freq, "include_last_offset": last}
-            check_bags(self._handle, input, offsets, per_sample_weights, sparse=self.sparse, **about)
+            check_bags(self._handle, input, offsets, per_sample_weights, **about)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
             spare = padding is not None
