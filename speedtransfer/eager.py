@@ -30,7 +30,7 @@ def uncompiled(function: Callable[P, T], instead: Callable[P, T] | None = None) 
 
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = {"FakeTensorMode": _MODES.FAKE, "make_fx": _MODES.PROXY}
-_seen = contextlib.nullcontext()
+_no_change = contextlib.nullcontext()
 
 
 def tracing_mode() -> str | None:
@@ -45,7 +45,7 @@ def unseen() -> contextlib.AbstractContextManager[None]:
     kept of the first time, would not find the same calls.
     """
     if not torch._C._len_torch_dispatch_stack() or tracing_mode() is not None:
-        return _seen
+        return _no_change
     return _without_modes()
 
 

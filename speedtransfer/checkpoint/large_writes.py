@@ -118,11 +118,12 @@ class LargeWrites:
     def flush(self) -> None:
         """Write all that has been taken."""
         self._writing.result()
-        whole = self._used // _BLOCK * _BLOCK
-        for buffer in self._buffers[:1]:
-            self._send(buffer[:whole])
-            self._send(buffer[whole : self._used])
-        self._used = 0
+        if self._used:
+            # The end is not of whole blocks.
+            whole = self._used // _BLOCK * _BLOCK
+            self._send(self._buffers[0][:whole])
+            self._send(self._buffers[0][whole : self._used])
+            self._used = 0
 
     def fileno(self) -> int:
         """Return the number of the open file."""

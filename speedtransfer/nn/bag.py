@@ -74,16 +74,15 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             refuse_without_rows(self.__dict__.get("_handle"))
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)
-        training, last = torch.is_grad_enabled() and self._handle.requires_grad, self.include_last_offset
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        freq, last = self.scale_grad_by_freq, self.include_last_offset
         if isinstance(input, Tensor) and input.is_nested:
             input, offsets, per_sample_weights = of_nested(input, per_sample_weights)
             last = True
-        freq = self.scale_grad_by_freq
         if not self._handle.owners.has_whole:
             input = ask(self, input)
         elif self.max_norm is not None or self._handle.id_space.come_and_go:
-            about: Any = {"mode": self.mode, "scale_grad_by_freq": freq, "include_last_offset": last}
-            check_bags(self._handle, input, offsets, per_sample_weights, **about)
+            check_bags(self._handle, input, offsets, per_sample_weights, self.mode, freq, last)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
             spare = padding is not None

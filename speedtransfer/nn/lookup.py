@@ -185,7 +185,9 @@ def bag_lookup(
     )
 
 
-def check_bags(handle: Handle, ids: Any, offsets: Tensor | None, weights: Tensor | None, **options: Any) -> None:
+def check_bags(
+    handle: Handle, ids: Any, offsets: Tensor | None, weights: Tensor | None, mode: str, freq: bool, last: bool
+) -> None:
     """Raise where `bag_lookup` would, for `ids` of some shape: before a lookup that shortens rows or admits ids."""
     shape = getattr(ids, "shape", None)
     if shape is None:
@@ -195,7 +197,15 @@ def check_bags(handle: Handle, ids: Any, offsets: Tensor | None, weights: Tensor
     row = torch.zeros(1, 1, dtype=handle.rows.dtype, device=handle.table.device)
     given = torch.zeros(tuple(shape), dtype=torch.int64, device=row.device)
     with torch.no_grad():
-        F.embedding_bag(given, row, offsets, per_sample_weights=weights, **options)
+        F.embedding_bag(
+            given,
+            row,
+            offsets,
+            mode=mode,
+            scale_grad_by_freq=freq,
+            include_last_offset=last,
+            per_sample_weights=weights,
+        )
 
 
 def apart_from_padding(active: ActiveRows, beside: Any) -> tuple[Tensor, Tensor, int | None]:

@@ -47,7 +47,7 @@ class PlaneView(Tensor):
 
     @staticmethod
     def __new__(cls, rows: Rows, name: str, dtype: torch.dtype | None = None) -> PlaneView:  # noqa: D102
-        if is_shown_by_memory(rows, name):
+        if _is_shown_by_memory(rows, name):
             stored = rows.table.stored(name).view(rows.shape_of(name))
             return Tensor._make_subclass(cls, stored if dtype is None else stored.view(dtype))
         stored = rows.table.stored(name)
@@ -58,7 +58,7 @@ class PlaneView(Tensor):
     def __init__(self, rows: Rows, name: str, dtype: torch.dtype | None = None) -> None:
         # Weak: an optimizer that is no longer used must not keep the table.
         self._of: tuple[Callable[[], Rows | None], str, torch.dtype | None] = weakref.ref(rows), name, dtype
-        self.has_memory = is_shown_by_memory(rows, name)
+        self.has_memory = _is_shown_by_memory(rows, name)
         self._copies: weakref.WeakSet[Copied] = weakref.WeakSet()
 
     def drop(self) -> None:
@@ -135,7 +135,7 @@ class PlaneView(Tensor):
         return found.get(id(result), result)
 
 
-def is_shown_by_memory(rows: Rows, name: str) -> bool:
+def _is_shown_by_memory(rows: Rows, name: str) -> bool:
     """Tell whether the memory of a plane shows it, as long as no row has missed a step."""
     # It has neither what a cache has nor rows that come later.
     return rows.is_viewable(name) and rows.table.cache_rows is None and rows.table.max_rows is None

@@ -43,7 +43,7 @@ class StatePlanes:
         self._views: dict[str, Any] = {}
         # Names of tensors of state that are not per row.
         self._shared: set[str] = set()
-        # Whether no row has been stored yet, and no first step has failed, before whose like hyperparameters may change.
+        # Whether no row has been stored yet, nor has a first step failed, after which the planes are made anew.
         self._fresh = True
 
     @property
