@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import importlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.once import once
-from speedtransfer.tasks import submit
+from speedtransfer.workers import Task, workers
 
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
 _ANNOUNCED_S = 1.0
@@ -122,14 +120,16 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
         _run(parts, 0, count, memory)
         return
     edges = [count * part // threads for part in range(threads + 1)]
-    others = list[concurrent.futures.Future[None]]()
+    others = list[Task[None]]()
     try:
         for start, stop in itertools.pairwise(edges[1:]):
             # With the tensors: the copies know addresses only, and whoever is interrupted here lets go of the memory.
-            others.append(submit(_pool(torch.get_num_threads()), _run, parts, start, stop, memory))
+            # Not numba's own threads, which would abort a process that forks, as data loaders do.
+            others.append(workers("rows", torch.get_num_threads()).submit(_run, parts, start, stop, memory))
         _run(parts, edges[0], edges[1], memory)
     finally:
-        concurrent.futures.wait(others)
+        for other in others:
+            other.wait()
     for other in others:
         other.result()
 
@@ -137,13 +137,3 @@ def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[
 def _run(parts: list[Part], start: int, stop: int, memory: tuple[Tensor, ...]) -> None:
     for copy, places in parts:
         copy(*places, start, stop)
-
-
-@once
-def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
-    """Return the threads that help; numba's own pool would abort a process that forks, as data loaders do."""
-    return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="speedtransfer")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # type: ignore[attr-defined]

@@ -87,15 +87,15 @@ def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch:
 
 def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emb = st.Embedding(20_000, 64)
-    opt, users, pool = torch.optim.AdamW(emb.parameters()), set[str](), jit._pool
+    opt, users, pool = torch.optim.AdamW(emb.parameters()), set[str](), jit.workers
 
-    def used(threads: int) -> Any:
+    def used(name: str, threads: int) -> Any:
         users.add(threading.current_thread().name.split()[0])
-        return pool(threads)
+        return pool(name, threads)
 
     for start in (0, 10_000, 0):
         take_step(opt, emb(torch.arange(start, start + 10_000)).square().sum())
-    monkeypatch.setattr(jit, "_pool", used)
+    monkeypatch.setattr(jit, "workers", used)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     take_step(opt, emb(torch.arange(10_000, 20_000)).square().sum())
     assert users == {"MainThread"}

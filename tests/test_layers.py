@@ -17,7 +17,7 @@ from speedtransfer.optim import Handle
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
-    {"errors", "version", "dtypes", "interrupts", "lazy", "once", "tasks", "units"},
+    {"errors", "version", "dtypes", "interrupts", "lazy", "once", "units", "workers"},
     {"system", "jit", "progress", "eager", "untrusted", "page_cache", "page_calls", "drawing", "text_table"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},

@@ -1,12 +1,16 @@
 """Threads: what several use first at once, tables that one reads while another trains, and forks beside threads."""
 
 import copy
+import functools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import interrupt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +20,7 @@ from in_child import forks, in_child, plain
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer import once
+from speedtransfer import once, workers
 from speedtransfer.errors import OptimizerError
 from speedtransfer.nn import weight as weights
 
@@ -65,25 +69,51 @@ def test_first_use_of_everything_by_four_threads() -> None:
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
-AT_EXIT = """
-import concurrent.futures.thread, sys, torch, speedtransfer as st
+LAST_USES = """
+import atexit, sys, threading, torch, speedtransfer as st
 emb = st.Embedding(40_000, 64)
-opt = torch.optim.Adam(emb.parameters())
-# As it is once Python is on its way out, when the functions of atexit are called.
-concurrent.futures.thread._python_exit()
-emb(torch.arange(20_000)).sum().backward()
-opt.step()
-st.save_checkpoint(sys.argv[1], emb, opt)
-emb.weight.data.zero_()
-st.load_checkpoint(sys.argv[1], emb, opt)
-batches = st.prefetch([torch.tensor([1, 2])] * 3, lambda ids: {emb: ids})
-print(len([emb(ids) for ids in batches]), bool(emb.weight.ne(0).all()))
+opt = torch.optim.AdamW(emb.parameters())
+
+def train(where):
+    for ids in st.prefetch(torch.arange(40_000).view(2, 20_000), lambda ids: {emb: ids}):
+        emb(ids).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    st.save_checkpoint(sys.argv[1] + where, emb, opt)
+    st.load_checkpoint(sys.argv[1] + where, emb, opt)
+    print(where)
+
+def train_late():
+    threading.main_thread().join()
+    train("thread")
+
+atexit.register(train, "exit")
+train("script")
+threading.Thread(target=train_late).start()
 """
 
 
-def test_what_needs_no_thread_works_at_exit(tmp_path):
-    ran = run_script(AT_EXIT, str(tmp_path))
-    assert (ran.stdout, ran.returncode) == ("3 True\n", 0), ran.stderr[-2000:]
+def test_use_until_python_has_ended(tmp_path):
+    """By a thread that the script leaves behind, and by a function that Python calls as it exits."""
+    command = [sys.executable, "-c", LAST_USES, f"{tmp_path}/"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (ran.stdout.split(), ran.returncode) == (["script", "thread", "exit"], 0), ran.stderr[-2000:]
+
+
+def test_an_interrupt_at_any_line_leaves_threads_to_others(monkeypatch):
+    monkeypatch.setattr(interrupt, "TRACED", workers.__file__)
+
+    def use(pool):
+        return [pool.submit(len, "ab").result() for _ in range(2)][1]
+
+    counting = interrupt.Interrupt()
+    counting.during(lambda: use(workers.Workers("test")))
+    assert counting.places
+    for at in range(1, len(counting.places) + 1):
+        pool = workers.Workers("test")
+        interrupt.Interrupt(at).during(functools.partial(use, pool))
+        assert elsewhere(functools.partial(use, pool)) == 2
+        pool.close()
 
 
 # --- one trains, others read ------------------------------------------------------------------------------------------------

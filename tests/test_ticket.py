@@ -45,7 +45,7 @@ def fetched(monkeypatch) -> list[torch.Tensor]:
 
 
 def settled(ticket: tickets.Ticket) -> tickets.Ticket:
-    ticket._future.exception()
+    ticket._task.wait()
     return ticket
 
 
@@ -91,7 +91,7 @@ def test_tickets_for_the_same_ids_serve_one_lookup_each(fetched):
     for _ in range(3):
         emb(ids)
     assert len(fetched) == 3
-    assert all(ticket._future is None for ticket in kept)
+    assert all(ticket._task is None for ticket in kept)
 
 
 def test_ids_may_be_filled_anew():
@@ -171,7 +171,7 @@ def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(held):
     def check() -> bool:
         held.set()
         own = emb.prefetch(ids)
-        found = own._future.result(LIMIT_S).fetched["weight"]
+        found = own._task.result().fetched["weight"]
         same = torch.equal(found, emb.table.torch()[ids]) and torch.equal(emb(own), emb.table.torch()[ids])
         return same and torch.equal(emb(ticket), emb.table.torch()[ids])
 
@@ -256,7 +256,7 @@ def test_a_ticket_nobody_uses_holds_back_little():
     emb, most = make(), 0
     optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
     kept = emb.prefetch(torch.tensor([4, 7]))
-    log = kept._future.result(LIMIT_S).log
+    log = kept._task.result().log
     for step in range(1100):
         take_step(optimizer, emb(torch.tensor([step % ROWS])).sum())
         most = max(most, len(log._writes))
@@ -269,7 +269,7 @@ def test_a_ticket_nobody_uses_holds_back_little():
 def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(no_gc, used):
     emb = make()
     ticket = emb.prefetch(torch.arange(ROWS))
-    rows = weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
+    rows = weakref.ref(ticket._task.result().fetched["weight"])
     assert rows() is not None
     if used:
         with torch.no_grad():

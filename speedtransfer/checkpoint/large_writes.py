@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, BinaryIO
 
@@ -19,7 +18,7 @@ import numpy as np
 from typing_extensions import Self
 
 from speedtransfer.tables.clones import Origin, can_clone, clone
-from speedtransfer.tasks import submit
+from speedtransfer.workers import Workers, done_here
 
 try:
     import fcntl
@@ -39,8 +38,7 @@ class LargeWrites:
         self._file, self.name = file, file.name
         # The one that is filled, and the one that is written meanwhile.
         self._buffers = list[Any]()
-        self._writer, self._writing = ThreadPoolExecutor(1), Future[None]()
-        self._writing.set_result(None)
+        self._writer, self._writing = Workers("write"), done_here(lambda: None)
         self._used, self._written, self._direct = 0, 0, bool(_DIRECT)
 
     def __enter__(self) -> Self:
@@ -64,7 +62,7 @@ class LargeWrites:
             values = values[count:]
             if self._used == _BUFFER_BYTES:
                 self._writing.result()
-                self._writing = submit(self._writer, self._send, self._buffers[0])
+                self._writing = self._writer.submit(self._send, self._buffers[0])
                 self._buffers.reverse()
                 self._used = 0
 
@@ -131,5 +129,5 @@ class LargeWrites:
 
     def close(self) -> None:
         """Close the file; what has not been flushed is lost."""
-        self._writer.shutdown()
+        self._writer.close()
         self._file.close()

@@ -9,7 +9,6 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,8 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import ALIGN, GAP, METADATA, Entry, check_entry, header_bytes, is_gap, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 from speedtransfer.tables.clones import BLOCK, Origin, are_worth, origin_of
-from speedtransfer.tasks import submit
 from speedtransfer.untrusted import parse_json
+from speedtransfer.workers import Workers
 
 if TYPE_CHECKING:
     from speedtransfer.checkpoint.folder import Folder
@@ -114,7 +113,7 @@ class TensorPlan:
         """Write the file and return what the manifest says of it; checksums are computed on another thread, or on this one."""
         shared = self._shared(file)
         header, digest = self.header({name: origin for name, (_, origin) in shared.items()}), hashlib.sha256()
-        with ThreadPoolExecutor(1) as hasher:
+        with Workers("hash") as hasher:
             hashed = None
             for data, is_there in self._pieces(file, header, shared):
                 if not len(data):
@@ -125,7 +124,7 @@ class TensorPlan:
                 if on_one_thread:
                     digest.update(data)
                 else:
-                    hashed = submit(hasher, digest.update, data)
+                    hashed = hasher.submit(digest.update, data)
                 if not is_there:
                     file.write(data)
                 advance(len(data))
@@ -236,13 +235,13 @@ class TensorReader:
         if size < 8 or 8 + length != self._begin:
             raise self._damaged(f"has a header of {length} bytes and {self._end} of tensors in a file of {size}")
         digest, buffers = hashlib.sha256(), itertools.cycle([bytearray(min(CHUNK_BYTES, size)) for _ in range(2)])
-        with ThreadPoolExecutor(1) as hasher:
+        with Workers("hash") as hasher:
             hashed = None
             for start in range(0, size, CHUNK_BYTES):
                 part = self._read(start, memoryview(next(buffers))[: size - start])
                 if hashed is not None:
                     hashed.result()
-                hashed = submit(hasher, digest.update, part)
+                hashed = hasher.submit(digest.update, part)
                 advance(len(part))
         if digest.hexdigest() != self.facts["sha256"]:
             raise self._damaged("does not have the checksum that was written")

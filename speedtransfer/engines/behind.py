@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import os
 import weakref
 from collections.abc import Callable
 
-from speedtransfer.once import fork_safe_lock, once
-from speedtransfer.tasks import submit
+from speedtransfer.once import fork_safe_lock
+from speedtransfer.workers import Task, workers
 
 
 class Behind:
@@ -18,7 +17,7 @@ class Behind:
     def __init__(self) -> None:
         self._lock = fork_safe_lock()
         self._write: Callable[[], None] | None = None
-        self._future: concurrent.futures.Future[None] | None = None
+        self._task: Task[None] | None = None
         _all.add(self)
 
     def begin(self, write: Callable[[], None]) -> None:
@@ -26,7 +25,7 @@ class Behind:
         with self._lock:
             self._finish()
             self._write = write
-            self._future = submit(_thread(), self._make, write)
+            self._task = workers("write", 1).submit(self._make, write)
 
     def _make(self, write: Callable[[], None]) -> None:
         write()
@@ -40,18 +39,14 @@ class Behind:
                 self._finish()
 
     def _finish(self) -> None:
-        if self._write is not None and self._future is not None:
-            if self._future.exception() is not None:
+        if self._write is not None and self._task is not None:
+            self._task.wait()
+            if self._task.error is not None:
                 self._write()
-            self._write = self._future = None
+            self._write = self._task = None
 
 
 _all: weakref.WeakSet[Behind] = weakref.WeakSet()
-
-
-@once
-def _thread() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-write")
 
 
 def _finish_all() -> None:
@@ -63,4 +58,4 @@ def _finish_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     # A forked process has the memory as it is then, and not the thread.
-    os.register_at_fork(before=_finish_all, after_in_child=_thread.cache_clear)  # type: ignore[attr-defined]
+    os.register_at_fork(before=_finish_all)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import os
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from speedtransfer.engines import faults_left
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
 from speedtransfer.tables import UniqueRows, WriteLog, kept, padded_unique, unique_rows
-from speedtransfer.tasks import call_here, submit
+from speedtransfer.workers import Task, done_here, workers
 
 # Rows that take more than this share of the device's memory are not padded: the host waits for their number, which is little
 # beside what they take themselves.
@@ -108,7 +106,7 @@ def begin_to_read(
     padding_idx: int | None,
     planes: tuple[str, ...] | None,
     asked: torch.cuda.Event | None,
-) -> concurrent.futures.Future[Ahead | None]:
+) -> Task[Ahead | None]:
     """Begin to read the rows of ids.
 
     Parameters
@@ -126,14 +124,14 @@ def begin_to_read(
 
     Returns
     -------
-    Future of Ahead or None
+    Task of Ahead or None
         None where it is better to wait for the lookup.
     """
     work = rows, flat, shape, padding_idx, planes, rows.table.watch(), asked
     if not (flat.is_cuda and rows.table.takes_padding):
-        return submit(_threads(), _read, *work)
+        return workers("prefetch", THREADS).submit(_read, *work)
     # The host has nothing to do but to launch.
-    return call_here(_read, *work)
+    return done_here(_read, *work)
 
 
 def _read(
@@ -183,15 +181,6 @@ def may_pad(rows: Rows, count: int) -> bool:
 @once
 def _memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-@once
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="speedtransfer-prefetch")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)  # type: ignore[attr-defined]
 
 
 def use(tensors: list[Tensor], after: torch.cuda.Event) -> None:

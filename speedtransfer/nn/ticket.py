@@ -6,7 +6,6 @@ what is written, and the lookup reads those rows again: its numbers are those th
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import weakref
 from typing import Any, NamedTuple, cast
@@ -22,6 +21,7 @@ from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, as_index, padded_unique, unique_rows
 from speedtransfer.vocabulary import NotedIds, as_ids
+from speedtransfer.workers import Task
 
 # Tickets that no lookup has used yet, in their order: of two for the same ids, in all processes the earlier one is used.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakKeyDictionary[Ticket, None]] = weakref.WeakKeyDictionary()
@@ -80,7 +80,7 @@ class Ticket:
         Its part of what several processes read together.
     """
 
-    _future: concurrent.futures.Future[Ahead | None] | None = None
+    _task: Task[Ahead | None] | None = None
     # What several features, or one, have made of the ids (`feature_ids.FeatureRows`); None: they are those of a table.
     found: Any = None
     part: Any = None
@@ -112,13 +112,13 @@ class Ticket:
         if table._place.turns is not None:
             return  # the process that this one was forked from may be writing: the lookup takes care of it
         planes = None if training or rows.lag is not None else ("weight",)
-        self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
+        self._task = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
         begin_to_wait(self)
 
     def __del__(self) -> None:
-        future = self.__dict__.get("_future")
-        if future is not None:
-            future.cancel()
+        task = self.__dict__.get("_task")
+        if task is not None:
+            task.cancel()
 
     @property
     def ids(self) -> Tensor:
@@ -131,7 +131,7 @@ class Ticket:
     @property
     def is_waiting(self) -> bool:
         """Whether rows are read ahead for it that no lookup has used."""
-        return self._future is not None or self.part is not None
+        return self._task is not None or self.part is not None
 
     def is_changed(self) -> bool:
         """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
@@ -158,15 +158,15 @@ class Ticket:
         padding_idx : int, optional
             Of the module that looks up: several may have one table.
         """
-        future, self._future = self._future, None
+        task, self._task = self._task, None
         self.forget()
         # A forked process has none of the threads.
-        if future is None or self._handle.rows is not self._rows or self._process != os.getpid():
+        if task is None or self._handle.rows is not self._rows or self._process != os.getpid():
             return None
         if padding_idx != self._padding_idx:
             return None
         try:
-            ahead = future.result()
+            ahead = task.result()
         except Exception:
             # Planes may have been dropped while they were read. The lookup reads by itself, and raises what is the matter.
             return None

@@ -8,7 +8,6 @@ seed and its number alone: a run is taken up in the middle, and blocks can be dr
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
 
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
-from speedtransfer.tasks import submit
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
+from speedtransfer.workers import Workers
 
 CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where they are None
 STEPS = 1_000  # that a run should have
@@ -100,12 +99,12 @@ class Sampler:
             block = Block(none, none, none, none) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
-        with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
-            drawn = [submit(thread, draw, step) for step in range(first, last)[:1]]
+        with Workers("sampler") as thread:
+            drawn = [thread.submit(draw, step) for step in range(first, last)[:1]]
             for step in range(first, last):
                 block = drawn.pop().result()
                 if step + 1 < last:
-                    drawn.append(submit(thread, draw, step + 1))
+                    drawn.append(thread.submit(draw, step + 1))
                 yield block
 
     def block(self, step: int) -> Block:

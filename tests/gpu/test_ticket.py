@@ -57,7 +57,7 @@ def test_a_fault_is_not_lost_in_a_thread(device, tmp_path):
     emb.table.check(torch.tensor([ROWS], device=device))
     torch.cuda.synchronize()
     ticket = emb.prefetch(torch.arange(5, device=device))
-    ticket._future.result()
+    ticket._task.result()
     del ticket
     with pytest.raises(RowIndexError):
         emb.table.wait()
