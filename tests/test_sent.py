@@ -61,6 +61,14 @@ def test_modules_that_share_a_table_still_do() -> None:
     assert torch.equal(there[1].weight, model[0].weight)
 
 
+def test_a_vocabulary_beside_its_module_still_is_that_of_it() -> None:
+    emb = st.Embedding(8, 3, vocabulary=st.Vocabulary())
+    emb(IDS * 10**12)
+    words, there = arrived((emb.vocabulary, emb))
+    assert there.vocabulary is words
+    assert torch.equal(words.rows(IDS * 10**12), emb.vocabulary.rows(IDS * 10**12))
+
+
 VIEWS: dict[str, Callable[[Any, Any], Any]] = {
     "state dict": lambda emb, optimizer: emb.state_dict(),
     "state of an optimizer": lambda emb, optimizer: optimizer.state_dict(),

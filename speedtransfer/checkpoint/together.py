@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -117,7 +116,7 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
             if handle is not None and not handle.of.owners.has_whole:
                 found.setdefault(handle.of.owners.exchange, []).append(handle)
     if len(found) > 1:
-        groups = [f"{handles[0]}: {dist.get_process_group_ranks(each.group)}" for each, handles in found.items()]
+        groups = [f"{handles[0]}: {each.members}" for each, handles in found.items()]
         raise InvalidValueError(
             f"the tables belong to {len(found)} process groups ({'; '.join(groups)}) but those of a checkpoint must belong to "
             "one; give all tables the same process_group, or save each model by itself"

@@ -265,7 +265,7 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
             handle.owners = Owners(handle)
         owners = handle.owners
         if not owners.is_alone and owners.exchange is not exchange:
-            ours, theirs = (dist.get_process_group_ranks(e.group) for e in (owners.exchange, exchange))
+            ours, theirs = (each.members for each in (owners.exchange, exchange))
             if ours != theirs:
                 raise InvalidValueError(
                     f"DistributedDataParallel runs in the processes {theirs} but the table {_name_of_module(name)} belongs to "
@@ -385,7 +385,7 @@ def check_same_in_all(handle: Handle, optimizer: Optimizer) -> None:
         if not part.placements[0].is_replicate() or not any(place.is_shard() for place in part.placements):
             continue
         copies = dist.get_process_group_ranks(part.device_mesh.get_group(0))
-        owners = dist.get_process_group_ranks(handle.owners.exchange.group)
+        owners = handle.owners.exchange.members
         if not set(copies) <= set(owners):
             raise OptimizerError(
                 f"this optimizer trains parameters of which the processes {copies} have copies and {handle}, the weight of a "

@@ -7,6 +7,7 @@ table would not see that. Tensors over its memory are not sent at all.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -14,6 +15,7 @@ from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, OptimizerError
 from speedtransfer.optim.handle import Handle, all_handles
+from speedtransfer.vocabulary import Vocabulary
 
 
 def refusing_rows(share: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,13 +34,38 @@ def refusing_rows(share: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+class _Pickler(pickle.Pickler):
+    """Leaves vocabularies out: others than the handle may have them, too."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.left_out = list[Vocabulary]()
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Vocabulary):
+            return None
+        self.left_out.append(value)
+        return len(self.left_out) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, left_out: list[Vocabulary]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._left_out = left_out
+
+    def persistent_load(self, number: int) -> Vocabulary:
+        return self._left_out[number]
+
+
 def _reduce(handle: Handle) -> tuple[Any, ...]:
     # As bytes: tensors that are sent to a process that starts have to stay until it has started.
-    return _arrived, (pickle.dumps(handle),)
+    pickler = _Pickler(file := io.BytesIO())
+    pickler.dump(handle)
+    return _arrived, (file.getvalue(), pickler.left_out)
 
 
-def _arrived(data: bytes) -> Handle:
-    handle: Handle = pickle.loads(data)
+def _arrived(data: bytes, left_out: list[Vocabulary]) -> Handle:
+    handle: Handle = _Unpickler(data, left_out).load()
     handle.is_sent = True
     return handle
 

@@ -120,9 +120,7 @@ class Exchange:
         """The process group."""
         group = self._group()
         if group is None:
-            raise ProcessGroupError(
-                "the process group of these tables was destroyed; call destroy_process_group() when they are no longer used"
-            )
+            raise self._destroyed()
         if self._process != os.getpid():
             # It would wait for messages that nobody sends, or take those of the process that it was forked from.
             raise ProcessGroupError(
@@ -130,6 +128,19 @@ class Exchange:
                 "sent here; use the tables in that process (workers of loaders return ids alone), or start this one by 'spawn'"
             )
         return group
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of its processes among all."""
+        if self.is_destroyed():
+            raise self._destroyed()
+        return dist.get_process_group_ranks(self.group)
+
+    def _destroyed(self) -> ProcessGroupError:
+        return ProcessGroupError(
+            "the process group of these tables was destroyed; make them anew and load a checkpoint, and call "
+            "destroy_process_group() when they are no longer used"
+        )
 
     def _all_to_all(self, got: Tensor, sent: Tensor, what: str, receives: Any = (), sends: Any = ()) -> None:
         """Send parts of `sent` to each rank, as many as `sends`, by default as many each, and fill `got` with theirs."""
@@ -336,7 +347,7 @@ class Exchange:
         """Return the values that rank 0 has, ``values`` there."""
         moved = values.contiguous().view(torch.uint8).to(self._device())
         with self.told_of_failure("takes values of rank 0"):
-            dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
+            dist.broadcast(moved, self.members[0], group=self.group)
         self.traffic.calls += 1
         return moved.view(values.dtype).to(values.device)
 

@@ -4,6 +4,7 @@ import gc
 import os
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from cases import take_step
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
 from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
 from ranks.run import on
+from speedtransfer.errors import ProcessGroupError
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
 from speedtransfer.ranks import exchange_of
@@ -166,6 +169,17 @@ def test_all_rows_come_to_the_first_of_the_group() -> None:
     group = dist.new_group([1])
     if dist.get_rank():
         assert st.full_state_dict(st.Embedding(ROWS, DIM, process_group=group))["weight"].shape == (ROWS, DIM)
+
+
+@pytest.mark.parametrize("memory", ["pageable", "shared"])
+@on(2)
+def test_a_group_that_was_destroyed_but_is_kept(memory: str, tmp_path: Path) -> None:
+    group = dist.new_group()
+    net = nn.Sequential(st.Embedding(ROWS, DIM, process_group=group, memory=memory), nn.Linear(DIM, 1))
+    dist.destroy_process_group(group)
+    for use in (lambda: DistributedDataParallel(net), lambda: st.save_checkpoint(tmp_path / "saved", net)):
+        with pytest.raises(ProcessGroupError, match="was destroyed; make them anew and load a checkpoint"):
+            use()
 
 
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
