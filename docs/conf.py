@@ -86,14 +86,9 @@ intersphinx_timeout = 10
 
 # Nitpicky (-n) but for the names of other projects, which are known only with a network.
 nitpicky = True
-nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|nn|np|numpy|collections|typing|os|pathlib)\..*"),
-]
+nitpick_ignore_regex = [(r"py:.*", r"(torch|nn|np|numpy|collections|typing|os|pathlib)\..*")]
 # Classes and functions that docstrings refer to and that are no public names: plain text as well.
-nitpick_ignore = [
-    ("py:func", "read_graph"),
-    ("py:func", "join_phrases"),
-]
+nitpick_ignore = [("py:func", "read_graph"), ("py:func", "join_phrases")]
 ERRORS = {value.__name__ for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, Exception)}
 
 

@@ -6,10 +6,8 @@ import io
 import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +24,11 @@ NO_NUMPY_DTYPES = [torch.bfloat16, *FLOAT8_DTYPES]
 NPY_DTYPES = [dtype for dtype in TABLE_DTYPES if dtype not in NO_NUMPY_DTYPES]
 
 
-def dtype_name(dtype) -> str:
+def dtype_name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def numbers(shape, dtype, seed=0) -> torch.Tensor:
+def numbers(shape, dtype, seed=0):
     """Return a CPU tensor of numbers that `dtype` holds; negative ones too where it has them."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
@@ -39,7 +37,7 @@ def numbers(shape, dtype, seed=0) -> torch.Tensor:
     return torch.randint(max(info.min, -(2**40)), min(info.max, 2**40), shape, generator=generator).to(dtype)
 
 
-def bits(tensor) -> np.ndarray:
+def bits(tensor):
     """Return the bytes of a tensor or array, (..., bytes of a row): equal bits, not only equal values."""
     if isinstance(tensor, torch.Tensor):
         tensor = tensor.detach().cpu()
@@ -49,14 +47,14 @@ def bits(tensor) -> np.ndarray:
     return np.ascontiguousarray(tensor).view(np.uint8)
 
 
-def assert_same_bits(actual, expected) -> None:
+def assert_same_bits(actual, expected):
     assert tuple(actual.shape) == tuple(expected.shape)
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(bits(actual), bits(expected))
 
 
-def same_values(actual, expected) -> None:
+def same_values(actual, expected):
     """Compare bit by bit, except that every NaN is as good as another: a conversion may choose."""
     actual, expected = actual.detach().cpu(), expected.detach().cpu()
     if expected.is_floating_point() and expected.itemsize > 1:  # codes of 8 bits are compared as such
@@ -65,7 +63,7 @@ def same_values(actual, expected) -> None:
     assert_same_bits(actual, expected)
 
 
-def saved(value: Any, weights_only: bool = False) -> Any:
+def saved(value, weights_only=False):
     """Return what ``torch.load`` makes of what ``torch.save`` has written of a value."""
     torch.save(value, file := io.BytesIO())
     file.seek(0)
@@ -79,11 +77,11 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle
 class Doubled(torch.nn.Embedding):
     """A subclass with code of its own, as Gemma's."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         return super().forward(input) * 2
 
 
-def one_line(error) -> str:
+def one_line(error):
     """Return the message of a `pytest.raises` result: one line, the value and rule, then a remedy after a semicolon."""
     message = str(error.value)
     assert message, "the message is empty"
@@ -93,7 +91,7 @@ def one_line(error) -> str:
 
 
 @contextlib.contextmanager
-def refused(error: type[Exception], words: str = ""):
+def refused(error, words=""):
     """As `pytest.raises`, for one of our errors, whose message is `one_line`."""
     with pytest.raises(error, match=words) as caught:
         yield caught
@@ -101,40 +99,40 @@ def refused(error: type[Exception], words: str = ""):
     one_line(caught)
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
+def raising(error):
     """Return a function that raises, whatever its arguments."""
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args, **kwargs):
         raise error
 
     return fail
 
 
-def elsewhere(use: Callable[[], Any]) -> Any:
+def elsewhere(use):
     """Return what `use` does in another thread, while this one waits."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(use).result(60)
 
 
-def concurrently(use: Callable[[Any], Any], each: Iterable[Any]) -> None:
+def concurrently(use, each):
     """Call `use` with each of some arguments, in threads of their own at the same time."""
     each = list(each)
     with ThreadPoolExecutor(len(each)) as pool:
         list(pool.map(use, each))
 
 
-def take_step(optimizer: Any, loss: Any) -> None:
+def take_step(optimizer, loss):
     """Make a step of an optimizer for a loss, and clear the gradients."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def midway(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:
+def midway(optimizer, use):
     """Make a step of an Adam, call `use` in the middle of it, and return what that returned; steps that it makes are whole."""
     seen, begin = [], torch.optim.Adam._init_group
 
-    def begun(self: Any, *args: Any) -> Any:
+    def begun(self, *args):
         found = begin(self, *args)
         if self is optimizer and not seen:
             seen.append(None)

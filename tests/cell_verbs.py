@@ -3,8 +3,6 @@
 Each is done with a module of ours and with that of torch.nn, in the middle of training, which goes on after it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -126,10 +124,10 @@ ROWS, COLUMNS, TOKENS = torch.arange(10), torch.arange(7)[:, None] % torch.tenso
 class Columns(nn.Embedding):
     """A `MultiEmbedding` as one weight."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids + torch.tensor([0, SIZES[0]]))
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         for part in self.weight.data.split(SIZES):
             nn.init.normal_(part)
 
@@ -137,7 +135,7 @@ class Columns(nn.Embedding):
 class Features(nn.ModuleList):
     """A `MultiEmbedding` as the modules that it takes the place of."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return torch.stack([module(ids[..., i]) for i, module in enumerate(self)], -2)
 
 
@@ -145,25 +143,25 @@ class Known(nn.Embedding):
     """An embedding with a vocabulary, as one of all ids that are ever used, with the same initial values."""
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self):
         self.weight.copy_(vocabulary()(IDS))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(torch.searchsorted(IDS, ids))
 
 
 class Layers(nn.Embedding):
     """A `PerLayerEmbedding`."""
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return super().forward(ids).unflatten(-1, (2, DIM))
 
 
-def vocabulary(**options: Any) -> nn.Module:
+def vocabulary(**options):
     return st.Embedding(len(IDS), DIM, padding_idx=2, vocabulary=st.Vocabulary(seed=3), **options)
 
 
-def ngrams(dense: bool = False, **options: Any) -> nn.Module:
+def ngrams(dense=False, **options):
     made = st.NgramEmbedding(st.NgramHash(rows=5, heads=2, vocab_size=20), DIM, combine="sum", std=1.0, **options)
     if dense:
         weight = made.embedding.weight.detach().clone()
@@ -174,7 +172,7 @@ def ngrams(dense: bool = False, **options: Any) -> nn.Module:
 class Remembering(nn.Module):
     """A memory layer, read with hidden states that stand for ids, and keys that stay."""
 
-    def __init__(self, dense: bool = False, **options: Any) -> None:
+    def __init__(self, dense=False, **options):
         super().__init__()
         self.memory = st.MemoryLayer(DIM, 9, heads=2, k=2, key_dim=4, std=1.0, **options)
         for module in self.memory.keys.modules():
@@ -185,16 +183,16 @@ class Remembering(nn.Module):
             weight = self.memory.values.weight.detach().clone()
             self.memory.values = nn.EmbeddingBag.from_pretrained(weight, False, mode="sum")
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.memory(self.hidden(ids))
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids):
         return torch.arange(10.0 * DIM).view(10, DIM).sin()[ids].to(self.memory.keys.halves.dtype)
 
-    def asks(self, ids: Tensor) -> dict[nn.Module, Tensor]:
+    def asks(self, ids):
         return {self.memory.values: self.memory.keys(self.hidden(ids))[0].flatten(1)}
 
-    def prefetch(self, ids: Tensor) -> Tensor:
+    def prefetch(self, ids):
         for values, rows in self.asks(ids).items():
             values.prefetch(rows)
         return ids
@@ -240,7 +238,7 @@ KINDS = {
 # Processes.
 OWNERS = {"alone": 1, "group of 1": 1, "group of 2": 2, "shared": 2, "DDP": 2}
 # Options, and how far rows may be from those of torch.nn.
-FORMS: dict[str, tuple[dict[str, Any], float]] = {
+FORMS = {
     "float32": ({}, 2e-5),
     "bfloat16": ({"storage_dtype": torch.bfloat16}, 0.05),
     "int8": ({"storage_dtype": torch.int8}, 0.2),
@@ -252,19 +250,19 @@ FORMS: dict[str, tuple[dict[str, Any], float]] = {
 
 
 class Model(nn.Module):
-    def __init__(self, emb: nn.Module) -> None:
+    def __init__(self, emb):
         super().__init__()
         self.emb = emb
         self.scale = nn.Parameter(torch.ones(DIM))
 
-    def forward(self, ids: Any) -> Tensor:
+    def forward(self, ids):
         return self.emb(ids) * self.scale
 
 
 class World:
     """A model that trains, and what verbs use. `options` of our module; None: that of torch.nn."""
 
-    def __init__(self, name: str, options: Any, owner: str, path: Path, seed: int = 0, steps: int = 2) -> None:
+    def __init__(self, name, options, owner, path, seed=0, steps=2):
         self.name, self.kind, self.ours, self.vocabulary = name, KINDS[name], options is not None, name == "vocabulary"
         self.owner, self.path, self.steps = owner, path, 0
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -276,7 +274,7 @@ class World:
         for _ in range(steps):
             self.step()
 
-    def use(self, model: Any, opt: Any = None) -> None:
+    def use(self, model, opt=None):
         self.model = self.run = model
         self.opt = torch.optim.Adam(model.parameters(), lr=0.1) if opt is None else opt
         if self.ranks > 1 and not self.all:
@@ -285,23 +283,23 @@ class World:
                 self.run = DistributedDataParallel(model)
 
     @property
-    def at(self) -> Tensor:
+    def at(self):
         """All rows of the weight that there are ids of, in the order of torch's."""
         emb = self.kind.part(self.model.emb)
         return emb.vocabulary.rows(IDS) if self.ours and self.vocabulary else torch.arange(len(emb.weight))
 
     @property
-    def ids(self) -> Any:
+    def ids(self):
         return self.batches()[self.rank]
 
-    def numbers(self, more: int = 0) -> Tensor:
+    def numbers(self, more=0):
         """Rows for all of the weight, and `more`, where torch.nn has them."""
         rows, dim = self.kind.part(self.model.emb).weight.shape
         values = torch.zeros(rows + more, dim)
         values[self.at] = torch.linspace(-1, 1, self.at.numel() * dim).view(-1, dim)
         return values
 
-    def batches(self) -> list[Tensor]:
+    def batches(self):
         draw, drawn, shape = torch.Generator().manual_seed(self.steps), self.kind.drawn, self.kind.shape
         count = torch.Size(shape).numel() // drawn[0].numel()
         # The first batch has all ids that it has room for, which a vocabulary then knows.
@@ -309,32 +307,32 @@ class World:
         pick = torch.randperm if first else functools.partial(torch.randint, size=(count,))
         return [drawn[pick(len(drawn), generator=draw)[:count]].view(shape) for _ in range(self.ranks)]
 
-    def asks(self, ids: Any) -> dict[nn.Module, Any]:
+    def asks(self, ids):
         """Return what looks up which ids for these."""
         emb = self.model.emb
         return emb.asks(ids) if isinstance(emb, Remembering) else {emb: ids}
 
-    def loss(self, batches: Any = None) -> Tensor:
+    def loss(self, batches=None):
         rows = [self.run(ids) for ids in batches or (self.batches() if self.all else [self.ids])]
         return sum((it * torch.linspace(0.5, 1.5, it.numel()).view(it.shape)).square().sum() for it in rows) / len(rows)
 
-    def backward(self) -> None:
+    def backward(self):
         self.loss().backward()
 
-    def trained(self, *batches: Any) -> None:
+    def trained(self, *batches):
         take_step(self.opt, self.loss(batches if not self.all else None))
         self.steps += 1
 
     step = trained
 
     @torch.no_grad()
-    def look(self, model: Any = None) -> Tensor:
+    def look(self, model=None):
         return self.kind.shows((model or self.model).emb)(self.kind.every).clone()
 
-    def save(self) -> None:
+    def save(self):
         st.save_checkpoint(self.path, self.model, self.opt)
 
-    def saved_meanwhile(self) -> Tensor:
+    def saved_meanwhile(self):
         save = st.save_checkpoint(self.path, self.model, self.opt, background=True)
         self.step()
         assert save is not None
@@ -344,7 +342,7 @@ class World:
         other.step()
         return other.look()
 
-    def followed(self) -> Tensor:
+    def followed(self):
         """Train, and let a copy follow: one that serves, one that could go on training, and one that loads what is merged."""
         if not self.ours:
             self.step()
@@ -375,11 +373,11 @@ class World:
             assert torch.equal(self.look(each[0]), self.look())
         return self.look(follower)
 
-    def other(self) -> World:
+    def other(self):
         """Another model, trained with other numbers, in this process alone."""
         return World(self.name, {} if self.ours else None, "other", self.path, seed=5, steps=1)
 
-    def copied(self, model: Any, opt: Any = None) -> Tensor:
+    def copied(self, model, opt=None):
         copied = copy.copy(self)
         copied.use(model, opt)
         copied.step()
@@ -389,15 +387,15 @@ class World:
 # --- what verbs use -------------------------------------------------------------------------------------------------------
 
 
-def rows_of(state: Any) -> Tensor:
+def rows_of(state):
     return torch.cat([value.detach() for name, value in state.items() if name.endswith("weight")])
 
 
-def state_of(opt: Any) -> Tensor:
+def state_of(opt):
     return torch.cat([each["exp_avg"] for each in opt.state_dict()["state"].values()][1:])
 
 
-def forked(function: Callable[[], Tensor]) -> Tensor:
+def forked(function):
     """Return what `function` returns in a fork of this process, or raise what it raises there."""
     return torch.tensor(in_child(lambda: function().tolist()))
 
@@ -405,7 +403,7 @@ def forked(function: Callable[[], Tensor]) -> Tensor:
 # --- cells ----------------------------------------------------------------------------------------------------------------
 
 
-def flat(value: Any, at: Tensor | None, rows: int) -> list[Tensor]:
+def flat(value, at, rows):
     """Return copies of the tensors in `value`; of those of all rows of a table the rows `at`."""
     if isinstance(value, list | tuple):
         return [it for part in value for it in flat(part, at, rows)]
@@ -416,7 +414,7 @@ def flat(value: Any, at: Tensor | None, rows: int) -> list[Tensor]:
     return [tensor[at] if at is not None and tensor.dim() and len(tensor) == rows else tensor]
 
 
-def done(world: World, verb: str) -> list[Tensor]:
+def done(world, verb):
     """Do `verb`, train on, and return all that is seen; a refusal is an exception."""
     names = {"w": world, "model": world.model, "opt": world.opt, "emb": world.kind.part(world.model.emb)}
     names |= {"weight": names["emb"].weight, "i": int(world.at[1]), "at": world.at[:3], **globals(), **LIBRARIES}
@@ -428,18 +426,18 @@ def done(world: World, verb: str) -> list[Tensor]:
     return [] if "_(" in verb and VERBS[verb].count("; ") == 0 else flat(result, at, rows)
 
 
-def after(world: World) -> list[Tensor]:
+def after(world):
     seen = [world.look()]
     world.opt.zero_grad()
     world.step()
     return [it.detach().double() for it in [*seen, world.look()]]
 
 
-def cells(kind: str, owner: str, form: str, verbs: list[str], folder: Path) -> dict[str, str]:
+def cells(kind, owner, form, verbs, folder):
     """Return how cells end, in a process of a group: as `cell`; those after an exception that is not ours are left out."""
     if owner == "alone":
         dist.destroy_process_group()
-    ends: dict[str, str] = {}
+    ends = {}
     # A table takes part in every backward until it is gone, which has to be so in all processes at once.
     gc.disable()
     for number, verb in enumerate(verbs):
@@ -452,7 +450,7 @@ def cells(kind: str, owner: str, form: str, verbs: list[str], folder: Path) -> d
     return ends
 
 
-def cell(kind: str, owner: str, form: str, verb: str, path: Path) -> str:
+def cell(kind, owner, form, verb, path):
     """Return how a cell ends: "", "refused: ..." or what is wrong."""
     options, tolerance = FORMS[form][0].copy(), FORMS[form][1]
     if form == "mmap":
@@ -491,9 +489,9 @@ def cell(kind: str, owner: str, form: str, verb: str, path: Path) -> str:
     return refused
 
 
-def ends_of(pool: Any, kind: str, owner: str, form: str, verbs: list[str], folder: Path) -> dict[str, str]:
+def ends_of(pool, kind, owner, form, verbs, folder):
     """Run cells in processes of their own, and return how they end, as `cell`."""
-    ends: dict[str, str] = {}
+    ends = {}
     while left := [verb for verb in verbs if verb not in ends]:
         given = kind, owner, form, left, Path(tempfile.mkdtemp(dir=folder))
         try:
@@ -521,17 +519,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 BEGIN, END = "<!-- cells: made by `python tests/cell_verbs.py`; do not edit -->\n", "<!-- end of cells -->\n"
 AXES = KINDS, OWNERS, FORMS
 Places = set[tuple[str, ...]]
-ALL: list[tuple[str, ...]] = list(itertools.product(*AXES))
+ALL = list(itertools.product(*AXES))
 
 
-def inside(text: str) -> Places:
+def inside(text):
     """Return what is in `text`, "kinds / owners / forms; ..."."""
     boxes = [[part.split(", ") for part in box.split(" / ")] for box in text.split("; ")]
     parts = [[axis if part == ["all"] else part for part, axis in zip(box, AXES, strict=True)] for box in boxes]
     return {place for box in parts for place in itertools.product(*box)}
 
 
-def shown(places: Places, free: Places) -> str:
+def shown(places, free):
     """Return `places` in few boxes, which may have those that are `free` too."""
     left, boxes = set(places), []
     while left:
@@ -549,7 +547,7 @@ def shown(places: Places, free: Places) -> str:
     return "; ".join(boxes)
 
 
-def listed() -> dict[str, Places]:
+def listed():
     """Return what the page says that refuses, by verb."""
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     lines = re.findall(r"^- (`.*`): (.*)$", text, re.MULTILINE)
@@ -557,7 +555,7 @@ def listed() -> dict[str, Places]:
     return {verb: found.get(verb, set()) for verb in [MAKING, *VERBS]}
 
 
-def section(refused: dict[str, Places]) -> str:
+def section(refused):
     """Return what the page has between the marks."""
     unmade, same = refused[MAKING], dict[frozenset[Any], list[str]]()
     for verb in VERBS:
@@ -569,7 +567,7 @@ def section(refused: dict[str, Places]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(words: list[str]) -> None:
+def write(words):
     """Run the cells of all places with these words, and write to the page which refuse: no more than before without --more."""
     more = "--more" in words
     words = [word for word in words if word != "--more"]

@@ -2,12 +2,10 @@
 
 import hashlib
 import random
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from optimizer_cases import OptimizerCase, case_named
+from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -18,7 +16,7 @@ ROWS, DIM = 40, 6
 class Net(nn.Module):
     """An embedding, a bag, dropout and a dense part with buffers."""
 
-    def __init__(self, library: Any = st, **options: Any) -> None:
+    def __init__(self, library=st, **options):
         super().__init__()
         # Lazy rows go on bit for bit; exact ones take the steps they missed when they are saved, which rounds.
         lazy = {"idle": "lazy"} if library is st else {}
@@ -28,14 +26,14 @@ class Net(nn.Module):
         self.dense = nn.Linear(DIM, 3)
         self.norm = nn.BatchNorm1d(3)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.norm(self.dense(self.drop(self.words(ids).mean(1) + self.bag(ids % 9))))
 
 
 class Run:
     """A model with optimizer, scheduler, scaler, a shuffled loader, and generators of NumPy."""
 
-    def __init__(self, case: OptimizerCase, seed: int = 0, library: Any = st, **options: Any) -> None:
+    def __init__(self, case, seed=0, library=st, **options):
         torch.manual_seed(seed)
         self.model = Net(library, **options)
         self.optimizer = case.make(self.model.parameters())
@@ -44,11 +42,11 @@ class Run:
         self.generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, ROWS - 1, (24, 3), generator=torch.Generator().manual_seed(5))
         self.loader = torch.utils.data.DataLoader(ids, batch_size=6, shuffle=True, generator=self.generator)
-        self.losses: list[float] = []
+        self.losses = []
         kinds = ("Philox", "MT19937", "PCG64")
         self.numpy = {kind: np.random.Generator(getattr(np.random, kind)(seed)) for kind in kinds}
 
-    def epochs(self, count: int) -> None:
+    def epochs(self, count):
         for _ in range(count):
             for ids in self.loader:
                 noise = random.random() + np.random.rand()
@@ -61,16 +59,16 @@ class Run:
                 self.losses.append(loss.item())
 
     @property
-    def others(self) -> dict[str, Any]:
+    def others(self):
         return {"scheduler": self.scheduler, "scaler": self.scaler, "generator": self.generator, **self.numpy}
 
-    def save(self, path: Path, **more: Any) -> None:
+    def save(self, path, **more):
         st.save_checkpoint(path, self.model, self.optimizer, **self.others, **more)
 
-    def load(self, path: Path) -> Any:
+    def load(self, path):
         return st.load_checkpoint(path, self.model, self.optimizer, **self.others)
 
-    def digest(self) -> str:
+    def digest(self):
         """Tell apart runs that differ in a bit, of what is saved or of what the next step depends on."""
         parts = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
         parts += [self.scaler.state_dict(), self.generator.get_state(), torch.get_rng_state()]
@@ -79,20 +77,20 @@ class Run:
         return digest(parts)
 
 
-def trained(epochs: int, seed: int = 0) -> Run:
+def trained(epochs, seed=0):
     seed_all(5)
     run = Run(case_named("adamw"), seed)
     run.epochs(epochs)
     return run
 
 
-def digest(value: Any) -> str:
+def digest(value):
     sha = hashlib.sha256()
     _feed(sha, value)
     return sha.hexdigest()
 
 
-def _feed(sha: Any, value: Any) -> None:
+def _feed(sha, value):
     if isinstance(value, Tensor):
         sha.update(str((value.dtype, tuple(value.shape))).encode())
         if value.numel():
@@ -111,7 +109,7 @@ def _feed(sha: Any, value: Any) -> None:
         sha.update(repr(value).encode())
 
 
-def flip(folder: Path, pattern: str) -> None:
+def flip(folder, pattern):
     """Change a bit near the end of a file."""
     (file,) = folder.glob(pattern)
     raw = bytearray(file.read_bytes())
@@ -119,7 +117,7 @@ def flip(folder: Path, pattern: str) -> None:
     file.write_bytes(raw)
 
 
-def seed_all(seed: int) -> None:
+def seed_all(seed):
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -7,19 +7,17 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 _mine = threading.local()
 
 
 @contextlib.contextmanager
-def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+def locked(path):
     """Keep other processes out of a file or folder that is locked so, until this is left or the process ends."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -30,7 +28,7 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
         os.close(descriptor)
 
 
-def install() -> None:
+def install():
     """Have numba compile a function of the package while its file is locked."""
     try:
         from numba.core.dispatcher import Dispatcher
@@ -39,7 +37,7 @@ def install() -> None:
     compile_now = Dispatcher.compile
 
     @functools.wraps(compile_now)
-    def compile_once(self: Any, signature: Any) -> Any:
+    def compile_once(self, signature):
         path = self.py_func.__code__.co_filename
         # What a thread compiles as a part of another function belongs to that one.
         if getattr(_mine, "compiles", False) or fcntl is None or "speedtransfer" not in path:

@@ -121,7 +121,7 @@ def run(monkeypatch, capfd):
     """Return a function that runs the command line here and returns exit code, standard output and standard error."""
     from speedtransfer.cli import main
 
-    def run(*arguments: str) -> tuple[int, str, str]:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["speedtransfer", *arguments])
         with pytest.raises(SystemExit) as stop:
             main()

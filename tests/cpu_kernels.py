@@ -1,7 +1,5 @@
 """The kernels of speedtransfer/kernels built for the CPU by g++, under the shim in tests/shim."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib
@@ -10,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 from compiled_once import locked
@@ -41,7 +38,7 @@ BUILDS = Path(__file__).parents[1] / ".pytest_cache" / "d" / "kernels"
 
 
 @functools.cache
-def cpu_kernels() -> CpuKernels:
+def cpu_kernels():
     """Return the kernels, which are built if nobody has; the test is skipped without g++."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
@@ -55,7 +52,7 @@ def cpu_kernels() -> CpuKernels:
     return CpuKernels(folder)
 
 
-def _digest() -> str:
+def _digest():
     """Return a name for what is built of these sources by this compiler with these flags."""
     version = subprocess.run([str(COMPILER), "--version"], capture_output=True, check=True).stdout
     found = hashlib.sha256(version + " ".join(FLAGS).encode())
@@ -66,7 +63,7 @@ def _digest() -> str:
     return found.hexdigest()[:16]
 
 
-def build_kernels(folder: Path) -> None:
+def build_kernels(folder):
     """Build ``shim/<source>.cpp`` into ``folder/<source>.so``, all at the same time."""
     with importlib.resources.as_file(importlib.resources.files("speedtransfer.kernels")) as kernels:
         command, pipes = ["g++", *FLAGS, f"-I{SHIM}", f"-I{kernels}", "-o"], {"stderr": subprocess.PIPE, "text": True}
@@ -78,27 +75,25 @@ def build_kernels(folder: Path) -> None:
 
 
 class CpuKernels:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._libraries = {path.stem: ctypes.CDLL(str(path)) for path in sorted(folder.glob("*.so"))}
 
     @property
-    def move_bytes(self) -> int:
+    def move_bytes(self):
         """Size of the argument as C++ sees it."""
         return self._ask("size_of_move")
 
     @property
-    def lanes_read(self) -> int:
+    def lanes_read(self):
         """Lanes read by the last launch of rows.cu."""
         return self._ask("lanes_read_by_rows")
 
-    def _ask(self, name: str) -> int:
+    def _ask(self, name):
         function = getattr(self._libraries["rows"], name)
         function.restype = ctypes.c_longlong
         return function()
 
-    def launch(
-        self, function: str, blocks: int, threads: int, move: Any, backwards: bool = False, shared_bytes: int = 0
-    ) -> None:
+    def launch(self, function, blocks, threads, move, backwards=False, shared_bytes=0):
         """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
         library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
         if hasattr(library, "set_engine"):
@@ -110,11 +105,11 @@ class CpuKernels:
         assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
 
 
-def launch_by_cpu(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[str]:
+def launch_by_cpu(monkeypatch, module):
     """Let a module launch kernels on the CPU, in launches of odd sizes; return their names, one for each launch."""
     kernels, made = cpu_kernels(), list[str]()
 
-    def launch(items: int, source: str, name: str, device: Any, packed: Any, on_host: bool = False) -> None:
+    def launch(items, source, name, device, packed, on_host=False):
         assert on_host == (source in ("cache.cu", "step.cu") and name != "find_slots")
         if items:
             made.append(name)

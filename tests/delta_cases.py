@@ -2,9 +2,6 @@
 
 import json
 import tempfile
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 from checkpoint_cases import digest
@@ -16,12 +13,12 @@ ROWS, DIM = 100, 8
 ADAMW, SGD = torch.optim.AdamW, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-def vocabulary(**options: Any) -> Any:
+def vocabulary(**options):
     return {"vocabulary": st.Vocabulary(max_capacity=30, seed=1, **options), "idle": "lazy"}
 
 
 # Options of the embedding, and the optimizer.
-CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], Any]]] = {
+CASES = {
     "sgd": (lambda: {"idle": "lazy"}, SGD),
     "sgd exact": (lambda: {"idle": "exact"}, SGD),
     "adamw exact": (lambda: {"idle": "exact"}, ADAMW),
@@ -52,7 +49,7 @@ VOCABULARIES = [name for name in CASES if "vocabulary" in name]
 class Net(nn.Module):
     """A table of options, in two places, one that grows, one of several features, and the rest."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options):
         torch.manual_seed(0)
         super().__init__()
         by_id = "vocabulary" in options
@@ -64,23 +61,23 @@ class Net(nn.Module):
         self.many = st.MultiEmbedding({"a": 20, "b": 10}, 4, idle="lazy", **known)
         self.head = nn.Sequential(nn.Linear(DIM, 4), nn.BatchNorm1d(4), nn.Dropout(0.2))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         rows = self.emb(ids).to(torch.float32) + self.more(ids % self.more.num_embeddings)
         return self.head(rows) + sum(self.many({"a": ids % 20, "b": ids % 10}).values())
 
 
 class World:
-    def __init__(self, name: str, with_state: bool = True, folder: Path | None = None) -> None:
+    def __init__(self, name, with_state=True, folder=None):
         options, optimizer = CASES[name][0](), CASES[name][1]
         if "memory" in options:
             options["path"] = tempfile.mktemp(prefix="net.", suffix=".npy", dir=folder)
-        self.net: Any = Net(options)
+        self.net = Net(options)
         self.opt = optimizer(self.net.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 3)
         self.state = {"optimizer": self.opt, "scheduler": self.scheduler} if with_state else {}
         self.by_id = name in VOCABULARIES and not with_state
 
-    def steps(self, count: int, seed: int, first: int = 0) -> None:
+    def steps(self, count, seed, first=0):
         torch.manual_seed(seed)
         for _ in range(count):
             self.opt.zero_grad()
@@ -88,28 +85,28 @@ class World:
             self.opt.step()
             self.scheduler.step()
 
-    def forget(self, ids: slice) -> None:
+    def forget(self, ids):
         self.opt.zero_grad()
         self.net.emb.vocabulary.forget(self.net.emb.vocabulary.ids()[ids])
 
-    def save(self, path: Path, **more: Any) -> Any:
+    def save(self, path, **more):
         return st.save_checkpoint(path, self.net, **self.state, **more)
 
-    def load(self, path: Path) -> Any:
+    def load(self, path):
         return st.load_checkpoint(path, self.net, **self.state)
 
-    def mark(self) -> Any:
+    def mark(self):
         return st.mark(self.net, self.state.get("optimizer"))
 
-    def save_delta(self, path: Path, since: Any) -> Any:
+    def save_delta(self, path, since):
         return st.save_delta(path, self.net, since, **self.state)
 
-    def apply(self, path: Path, known: Any = None) -> Any:
+    def apply(self, path, known=None):
         # The default device has no part in it.
         with torch.device("meta"):
             return st.apply_delta(path, self.net, known, **self.state)
 
-    def digest(self) -> str:
+    def digest(self):
         """Tell apart those that differ in a bit, of what a delta brings: without state, the rows of ids may be others."""
         if self.by_id:
             return digest([by_id(self.net), self.net.head.state_dict(), self.net.more.state_dict()])
@@ -118,9 +115,9 @@ class World:
         return digest([state, *(each.state_dict() for each in self.state.values())])
 
 
-def by_id(net: Any) -> list[Any]:
+def by_id(net):
     """Return what is known of ids, whatever rows they have, and what is looked up for others."""
-    found: list[Any] = []
+    found = []
     for vocabulary in (net.emb.vocabulary, net.many.vocabulary):
         ids, rows = vocabulary.export()
         order = ids.argsort()
@@ -131,7 +128,7 @@ def by_id(net: Any) -> list[Any]:
     return found
 
 
-def known_by_id(net: Any) -> dict[int, list[Any]]:
+def known_by_id(net):
     """Return the row of each id, when it was used last, and how often."""
     state = net.state_dict()
     at = (state["emb.vocabulary.last_use"] >= 0).nonzero().flatten().tolist()
@@ -139,7 +136,7 @@ def known_by_id(net: Any) -> dict[int, list[Any]]:
     return {int(state["emb.vocabulary.ids"][row]): [state[name][row].tolist() for name in names] for row in at}
 
 
-def files_of(folder: Path) -> dict[str, Any]:
+def files_of(folder):
     """Return all that a manifest says but for the names of files."""
     content = json.loads((folder / "manifest.json").read_text())
     for facts in content["files"].values():
@@ -147,7 +144,7 @@ def files_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name != "sha256"}
 
 
-def chain(folder: Path, name: str = "adamw lazy", with_state: bool = True) -> tuple[World, list[Path]]:
+def chain(folder, name="adamw lazy", with_state=True):
     """Save a base, three deltas and, after each, a full checkpoint; return the paths of the deltas."""
     one, paths = World(name, with_state), [folder / f"{number}.safetensors" for number in range(3)]
     one.steps(1, 1)

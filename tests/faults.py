@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,14 +43,14 @@ class Fault(NamedTuple):
     end: tuple[int, int]
     new: str
 
-    def put_into(self, text: str) -> str:
+    def put_into(self, text):
         lines = [line.encode() for line in text.splitlines(keepends=True)]
         (first, left), (last, right) = self.begin, self.end
         before, after = lines[first - 1][:left], lines[last - 1][right:]
         return b"".join([*lines[: first - 1], before, self.new.encode(), after, *lines[last:]]).decode()
 
 
-def faults_of(text: str) -> Iterator[Fault]:
+def faults_of(text):
     for node in ast.walk(ast.parse(text)):
         changed: list[tuple[ast.expr | ast.stmt, str]] = []
         is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant | ast.Yield)
@@ -71,7 +70,7 @@ def faults_of(text: str) -> Iterator[Fault]:
             yield Fault((part.lineno, part.col_offset), (part.end_lineno or 0, part.end_col_offset or 0), new)
 
 
-def copy_tree(folder: str) -> Path:
+def copy_tree(folder):
     """Copy what git knows here, as it stands in the working tree, and return where it is."""
     names = subprocess.run(["git", "-C", ROOT, "ls-files", "-z"], capture_output=True, check=True, text=True).stdout
     for name in filter(None, names.split("\0")):
@@ -81,7 +80,7 @@ def copy_tree(folder: str) -> Path:
     return Path(folder)
 
 
-def failure(tree: Path, *tests: str) -> str:
+def failure(tree, *tests):
     """Return the first of these tests that fails in a tree; "" if none does."""
     try:
         run = run_script(RUN, str(ROOT), str(tree), *tests, timeout=TIMEOUT_S)
@@ -94,7 +93,7 @@ def failure(tree: Path, *tests: str) -> str:
     return ENDS if run.returncode else ""
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="a path in the package")
     parser.add_argument("tests", nargs="+", help="test files, or tests")

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 # The first optimizer imports torch._dynamo, the first table numba, and its first function all that numba's compiler knows.
@@ -17,14 +16,14 @@ _NUMBA = ["numba", "scipy.linalg", "numba.np.linalg", "numba.np.arraymath"]
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", *_NUMBA, "pytest"]
 
 
-def fork_server() -> ForkServerContext:
+def fork_server():
     """Return what makes processes that have imported PRELOAD and have no threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
 
 
-def run_script(code: str, *arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def run_script(code, *arguments, timeout=300):
     """Run `code` as ``python -c`` does with `arguments`, the paths of modules as they are here, and return how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
@@ -43,7 +42,7 @@ def run_script(code: str, *arguments: str, timeout: float = 300) -> subprocess.C
     return subprocess.CompletedProcess(["-c", *arguments], code_of_exit, out, err)
 
 
-def _run(code: str, arguments: tuple[str, ...], files: tuple[Path, Path]) -> None:
+def _run(code, arguments, files):
     for number, file in enumerate(files, 1):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
         os.dup2(descriptor, number)

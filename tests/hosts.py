@@ -11,19 +11,19 @@ ROOT = Path(__file__).resolve().parents[1]
 CLUSTER = ROOT / "examples" / "cluster"
 
 
-def free_port() -> str:
+def free_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return str(taken.getsockname()[1])
 
 
-def start(*command: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+def start(*command, folder, **env):
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
     out = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=settings, stdout=out, stderr=subprocess.STDOUT, text=True)
 
 
-def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
+def end(*processes, timeout=300):
     """Wait for processes, and return what they printed; AssertionError: one of them failed."""
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in processes]
@@ -41,19 +41,19 @@ def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
     return "".join(printed)
 
 
-def torchrun(*args: str, folder: Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
+def torchrun(*args, folder, processes=1, **env):
     """Start a launcher; `args`: options of torchrun, the script, its arguments."""
     launch = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)
     return start(*launch, *args, folder=folder, **env)
 
 
-def two_nodes(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
+def two_nodes(*args, folder, **env):
     """Start two launchers of torchrun, which know the address of the first; `args`: options, the script, its arguments."""
     static = "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()
     return [torchrun(*static, "--node-rank", str(rank), *args, folder=folder, **env) for rank in range(2)]
 
 
-def elastic(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
+def elastic(*args, folder, **env):
     """Start two launchers of torchrun, the first of which has the rendezvous."""
     where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     # The name of a machine need not resolve to an address that it has; and here both would have the rendezvous.
@@ -61,6 +61,6 @@ def elastic(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]
     return [torchrun(*where, f"is_host={host}", *args, folder=folder, **env) for host in ("true", "false")]
 
 
-def losses(printed: str) -> dict[int, float]:
+def losses(printed):
     """Return the losses that were printed, by step or epoch."""
     return {int(at): float(loss) for at, loss in re.findall(r"(?:step|epoch) (\d+): loss (\S+)", printed)}

@@ -5,9 +5,6 @@ import pickle
 import signal
 import sys
 import traceback
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -20,14 +17,14 @@ FORKS = [
 ]
 
 
-def forks(test: Any) -> Any:
+def forks(test):
     """Mark a test that forks."""
     for mark in FORKS:
         test = mark(test)
     return test
 
 
-def in_child(function: Callable[[], Any]) -> Any:
+def in_child(function):
     """Return what `function` returns in a child of fork, which is killed if it hangs; raise what it raises there."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -56,13 +53,13 @@ def in_child(function: Callable[[], Any]) -> Any:
     return result
 
 
-def skip_where_torch_refuses(said: object) -> None:
+def skip_where_torch_refuses(said):
     """Skip a test whose child has `said` that it cannot go backward, as its parent has: torch 2.6, whatever the module."""
     if torch.__version__ < "2.13" and "autograd's threading in combination with fork" in str(said):
         pytest.skip("this torch does not go backward in a child of fork once the parent has")
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Return arrays for tensors, which a process cannot pass on as they are."""
     if isinstance(value, Tensor):
         return value.detach().float().numpy().copy()
@@ -74,11 +71,11 @@ def plain(value: Any) -> Any:
 # --- children that are killed: for scripts of one process that imports torch and starts no thread ---------------------
 
 
-def kill_at_line(count: int, files: tuple[str, ...]) -> None:
+def kill_at_line(count, files):
     """Kill this process before the line number `count`, from 1, that runs in files whose paths end so."""
     left = count
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+    def trace(frame, event, arg):
         nonlocal left
         if not frame.f_code.co_filename.endswith(files):
             return None
@@ -91,7 +88,7 @@ def kill_at_line(count: int, files: tuple[str, ...]) -> None:
     sys.settrace(trace)
 
 
-def run_child(call: Callable[[], object]) -> bool:
+def run_child(call):
     """Run ``call()`` in a child and return whether it came to its end, or was killed. Raise if it raised."""
     pid = os.fork()
     if pid == 0:

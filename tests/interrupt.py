@@ -5,10 +5,7 @@ import linecache
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -27,19 +24,17 @@ class Interrupt:
     Between two bytecodes an interrupt comes there too: after calls. `within`: points are those of functions of that name.
     """
 
-    def __init__(
-        self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt, within: str | None = None
-    ) -> None:
+    def __init__(self, at=None, kind=KeyboardInterrupt, within=None):
         self.at, self.kind, self.within, self.place = at, kind, within, ""
         # Of each point, if they are counted.
-        self.places: list[str] = []
+        self.places = []
         self._count = 0
         # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
-        self._entered: set[tuple[int, int]] = set()
+        self._entered = set()
         # The line that each frame has begun.
-        self._at: dict[int, int] = {}
+        self._at = {}
 
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _line(self, frame, event, arg):
         # Python leaves a generator that is interrupted where it yields without its `finally`.
         returns = event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
         if returns:
@@ -64,7 +59,7 @@ class Interrupt:
             self._point(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}:{event}")
         return self._line
 
-    def _point(self, place: str) -> None:
+    def _point(self, place):
         self._count += 1
         if self.at is None:
             self.places.append(place)
@@ -73,20 +68,20 @@ class Interrupt:
             self.place = place
             raise self.kind
 
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+    def _call(self, frame, event, arg):
         # What is raised while an object is deleted goes nowhere.
         caller = frame.f_back.f_code if frame.f_back is not None else frame.f_code
         deletes = frame.f_code.co_name == "__del__" or caller is weakref.finalize.__call__.__code__
         return self._line if frame.f_code.co_filename.startswith(TRACED) and not deletes else None
 
-    def visits(self, most: int) -> list[int]:
+    def visits(self, most):
         """Return the numbers of the first visits of each point, `most` of them, and of the last one."""
         seen = dict[str, list[int]]()
         for number, place in enumerate(self.places, 1):
             seen.setdefault(place, []).append(number)
         return sorted({number for numbers in seen.values() for number in (*numbers[:most], numbers[-1])})
 
-    def during(self, call: Callable[[], object]) -> bool:
+    def during(self, call):
         """Call, and tell whether it was interrupted; an interrupt may have become an error of ours, but does not get lost.
 
         A lack of memory may have been made up for.
@@ -112,13 +107,7 @@ class Interrupt:
         return bool(self.place)
 
 
-def sweep(
-    count: Callable[[], object],
-    attempt: Callable[[Interrupt], str],
-    points: Callable[[list[int]], list[int]],
-    kind: type[BaseException] = KeyboardInterrupt,
-    within: str | None = None,
-) -> Counter[str]:
+def sweep(count, attempt, points, kind=KeyboardInterrupt, within=None):
     """Interrupt at some points; return how often each outcome came, none of which begins with "torn".
 
     `count` does what is interrupted without being so. `points` picks from the numbers of all points.
@@ -138,13 +127,13 @@ def sweep(
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone():
     """A group of this process alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def _text(frame: FrameType, shift: int = 0) -> str:
+def _text(frame, shift=0):
     """Return the line that runs, or the one `shift` lines from it."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno + shift).strip()

@@ -4,18 +4,14 @@ A dense optimizer changes rows that no batch touched (momentum, weight decay). T
 ``nn.Embedding`` and then restores those rows and their state. What all rows share (`step`, `mu_product`, ...) stays.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import speedtransfer
 from speedtransfer.optim.plane_view import PlaneView
 
 
-def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
+def tensors_in(container, prefix=""):
     """Return the tensors of a state by name, those in lists and dicts too: ``"buffers.0"``."""
     found = {}
     for key, value in container.items() if isinstance(container, dict) else enumerate(container):
@@ -26,7 +22,7 @@ def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tensor:
+def start_value(key, group, weight):
     """Return what the state `key` of a row is before anything has touched that row."""
     if key == "step_size":  # Rprop
         smallest, largest = group["step_sizes"]
@@ -42,24 +38,24 @@ def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tens
 class LazyOracle:
     """An optimizer that trains dense embeddings lazily: the idle rows of `modules` stay put."""
 
-    def __init__(self, optimizer: Optimizer, *modules: nn.Module) -> None:
+    def __init__(self, optimizer, *modules):
         self.optimizer, self.modules = optimizer, modules
-        self._touched: dict[nn.Module, set[int]] = {module: set() for module in modules}
+        self._touched = {module: set() for module in modules}
         for module in modules:
             module.register_forward_hook(self._watch)
 
-    def _watch(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    def _watch(self, module, args, output):
         if output.requires_grad:  # a batch touches its rows when backward comes by
             ids = args[0].flatten().tolist()
             output.register_hook(lambda grad: self._touched[module].update(ids))
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         self.optimizer.zero_grad(set_to_none=set_to_none)
         for touched in self._touched.values():
             touched.clear()
 
     @torch.no_grad()
-    def step(self, step: Callable[[], Any] | None = None) -> Any:
+    def step(self, step=None):
         """Run `step` (default: the optimizer's own) and put idle rows back."""
         before = {}
         for module in self.modules:
@@ -70,18 +66,18 @@ class LazyOracle:
             self._put_back(module, weight, state)
         return result
 
-    def _rows(self, module: nn.Module) -> dict[str, Tensor]:
+    def _rows(self, module):
         state = tensors_in(self.optimizer.state.get(module.weight, {}))
         return {k: v for k, v in state.items() if v.dim() > 0 and v.shape[0] == module.weight.shape[0]}
 
-    def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
+    def _put_back(self, module, weight, state):
         idle = torch.ones(weight.shape[0], dtype=torch.bool)
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
         for key, value in self._rows(module).items():
             value[idle] = state.get(key, self._start(module, key, value, weight))[idle].to(value.dtype)
 
-    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
+    def _start(self, module, key, value, weight):
         """Return what the state `key` of untouched rows is, ``(num_rows, *tail)``."""
         group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
         start = start_value(key, group, weight)
@@ -91,9 +87,7 @@ class LazyOracle:
 # --- batches ------------------------------------------------------------------------------------------------------------
 
 
-def skewed_batches(
-    num_rows: int, dim: int, steps: int, seed: int = 0, size: int = 24, dtype: torch.dtype = torch.float32
-) -> list[tuple[Tensor, Tensor]]:
+def skewed_batches(num_rows, dim, steps, seed=0, size=24, dtype=torch.float32):
     """Return (ids, target): a few rows in every batch and many times, most seldom, some late, the last one never."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -105,7 +99,7 @@ def skewed_batches(
     return batches
 
 
-def both(num_rows: int = 12, dim: int = 5, kind: str = "Embedding", **options: Any) -> tuple[Any, Any]:
+def both(num_rows=12, dim=5, kind="Embedding", **options):
     """Return one of our modules and the same one of torch."""
     torch.manual_seed(2)
     ours = getattr(speedtransfer, kind)(num_rows, dim, idle="lazy", **options)
@@ -127,9 +121,7 @@ class Twins:
     `make` makes the optimizer of a list of parameters; a batch has `size` ids; `options` that torch has not are for ours.
     """
 
-    def __init__(
-        self, make: Callable[[list[Any]], Optimizer], num_rows: int = 41, dim: int = 16, size: int = 24, **options: Any
-    ) -> None:
+    def __init__(self, make, num_rows=41, dim=16, size=24, **options):
         self.make, self.num_rows, self.dim, self.size = make, num_rows, dim, size
         common = {name: options[name] for name in ("dtype", "sparse", "padding_idx") if name in options}
         options = {"idle": "lazy", **options}
@@ -140,39 +132,39 @@ class Twins:
         self.use(ours, nn.Embedding(num_rows, dim, **common))
         self.start = self.dense.weight.detach().clone()
 
-    def use(self, ours: Any, dense: Any) -> None:
+    def use(self, ours, dense):
         """Go on with these modules, and with new optimizers."""
         self.ours, self.dense = ours, dense
         self.opt, self.dense_opt = (self.make(list(module.parameters())) for module in (ours, dense))
         self.oracle = LazyOracle(self.dense_opt, dense) if self.lazy and not self.sparse else None
 
     @property
-    def modules(self) -> tuple[Any, Any]:
+    def modules(self):
         return self.ours, self.dense
 
     @property
-    def optimizers(self) -> tuple[Optimizer, Optimizer]:
+    def optimizers(self):
         return self.opt, self.dense_opt
 
-    def schedulers(self, make: Callable[[Optimizer], Any]) -> list[Any]:
+    def schedulers(self, make):
         return [make(optimizer) for optimizer in self.optimizers]
 
-    def batches(self, steps: int = 30, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    def batches(self, steps=30, seed=0):
         return skewed_batches(self.num_rows, self.dim, steps, seed, self.size, self.dense.weight.dtype)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         for optimizer in (self.opt, self.oracle or self.dense_opt):
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    def backward(self, ids: Tensor, target: Tensor) -> None:
+    def backward(self, ids, target):
         for module in self.modules:
             squared_loss(module(ids), target).backward()
 
-    def step(self) -> None:
+    def step(self):
         self.opt.step()
         (self.oracle or self.dense_opt).step()
 
-    def train(self, batches: list[tuple[Tensor, Tensor]], *schedulers: Any) -> None:
+    def train(self, batches, *schedulers):
         for ids, target in batches:
             self.zero_grad()
             self.backward(ids, target)
@@ -180,7 +172,7 @@ class Twins:
             for scheduler in schedulers:
                 scheduler.step()
 
-    def assert_same(self, tolerance: float | None = None) -> None:
+    def assert_same(self, tolerance=None):
         """Compare weights and state over the whole table."""
         expected, scaled = self.dense.weight.detach(), not self.lazy and not self.sparse
         if tolerance is None:
@@ -206,27 +198,27 @@ class Twins:
             assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
 
 
-def exact(case: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
+def exact(case, dtype=torch.float32, **options):
     """Return twins with exact idle rows, most of which no batch names."""
     return Twins(case.make, **{"num_rows": 60, "dim": 8, "size": 8, "idle": "exact", "dtype": dtype, **options})
 
 
-def sparse(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> Twins:
+def sparse(make, dtype=torch.float32, **options):
     """Return twins with sparse gradients."""
     return Twins(make, dim=6, size=12, sparse=True, **{"idle": "auto", "dtype": dtype, **options})
 
 
-def squared_loss(output: Tensor, target: Tensor) -> Tensor:
+def squared_loss(output, target):
     return (output - target.view_as(output)).square().sum() / 4
 
 
-def dense_grad(module: nn.Module) -> Tensor:
+def dense_grad(module):
     """Return the gradient deposited on one of our modules as the dense one, ``(num_rows, dim)``."""
     grad = module.weight.grad
     return torch.zeros_like(module.weight) if grad is None else grad.to_dense()
 
 
-def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Any, **named: Any) -> None:
+def assert_alike(ours, dense, *arguments, **named):
     """Look up and go back on both: the same output, gradient and table, bit for bit."""
     out, expected = ours(*arguments, **named), dense(*arguments, **named)
     assert (out.shape, out.dtype, out.requires_grad) == (expected.shape, expected.dtype, expected.requires_grad)

@@ -11,7 +11,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def library():
     """Return libnvrtc, or None where the wheel is not installed."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
@@ -25,9 +25,7 @@ def library() -> ctypes.CDLL | None:
     return nvrtc
 
 
-def compile_cubin(
-    source: str, name: str, architecture: str, options: tuple[str, ...] = (), kind: str = "CUBIN"
-) -> tuple[bytes, str]:
+def compile_cubin(source, name, architecture, options=(), kind="CUBIN"):
     """Return the machine code and the compiler's log; AssertionError with the log where it does not compile.
 
     With ``kind="PTX"`` and a virtual architecture ("compute_90") the code is what that is made of, as text.
@@ -48,7 +46,7 @@ def compile_cubin(
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _read(program: ctypes.c_void_p, what: str) -> bytes:
+def _read(program, what):
     size = ctypes.c_size_t()
     _check(getattr(library(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
@@ -56,7 +54,7 @@ def _read(program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-def _check(code: int) -> None:
+def _check(code):
     nvrtc = library()
     assert nvrtc is not None
     assert code == 0, nvrtc.nvrtcGetErrorString(code).decode()

@@ -1,7 +1,6 @@
 """The optimizers of torch.optim as cases: one table, imported by every test that needs an optimizer."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +22,10 @@ class OptimizerCase:
     planes: tuple[str, ...] = ()
     shared: tuple[str, ...] = ("step",)
 
-    def make(self, params: Iterable[Any], **overrides: Any) -> Optimizer:
+    def make(self, params, **overrides):
         return self.kind(params, **{**self.kwargs, **overrides})
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
@@ -47,13 +46,13 @@ _SHARED = {"SGD": (), "NAdam": ("step", "mu_product"), "ASGD": ("step", "eta", "
 _OPTIONAL = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
 
 
-def _case(name: str, kind: str, **kwargs: Any) -> OptimizerCase:
+def _case(name, kind, **kwargs):
     planes = [plane for plane in _PLANES[kind].split() if plane not in _OPTIONAL or kwargs.get(_OPTIONAL[plane])]
     return OptimizerCase(name, getattr(torch.optim, kind), kwargs, tuple(planes), _SHARED.get(kind, ("step",)))
 
 
 # The learning rates are large enough that thirty steps move every weight visibly.
-BASE: tuple[OptimizerCase, ...] = (
+BASE = (
     _case("sgd", "SGD", lr=0.1),
     _case("sgd-momentum", "SGD", lr=0.05, momentum=0.9),
     _case("sgd-nesterov", "SGD", lr=0.05, momentum=0.9, nesterov=True),
@@ -110,7 +109,7 @@ COUPLED = (
 FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
-def variants(cases: Iterable[OptimizerCase], suffix: str, **kwargs: Any) -> tuple[OptimizerCase, ...]:
+def variants(cases, suffix, **kwargs):
     """Return cases with an implementation, ``loop``, ``foreach`` or ``fused``, those that have it on the CPU."""
     return tuple(
         OptimizerCase(f"{case.name}-{suffix}", case.kind, {**case.kwargs, **kwargs}, case.planes, case.shared)
@@ -121,7 +120,7 @@ def variants(cases: Iterable[OptimizerCase], suffix: str, **kwargs: Any) -> tupl
 
 LOOP, FOREACH = variants(BASE, "loop", foreach=False), variants(BASE, "foreach", foreach=True)
 FUSED = variants(BASE, "fused", fused=True)
-CASES: tuple[OptimizerCase, ...] = LOOP + FOREACH + FUSED
+CASES = LOOP + FOREACH + FUSED
 # Each optimizer in one implementation or another, and those that are fused in that one as well.
 ONCE = (*LOOP[::2], *FOREACH[1::2], *FUSED)
 # One of each kind of rule and of state: buffers that mix with the weight, roots and a maximum, numbers that the table shares,
@@ -131,14 +130,14 @@ KINDS += ("adam-coupled",)
 _SOME = {f"{kind}{how}" for kind in KINDS for how in ("", "-loop", "-foreach", "-fused")}
 
 
-def some(cases: Iterable[OptimizerCase], quick: Iterable[Any] = _SOME) -> list[Any]:
+def some(cases, quick=_SOME):
     """Return parameters of a test that asks every optimizer the same: one of each kind, or `quick`; the others are slow."""
     names = {str(case) for case in quick}
     return [pytest.param(case, marks=() if case.name in names else pytest.mark.slow) for case in cases]
 
 
 # Optimizers that cannot train rows apart from their table, and words of the reason given.
-REFUSED: tuple[tuple[OptimizerCase, str], ...] = tuple(
+REFUSED = tuple(
     (OptimizerCase(name, getattr(torch.optim, kind), {"lr": lr}), reason)
     for name, kind, lr, reason in (
         ("adafactor", "Adafactor", 0.01, "is not row by row"),
@@ -150,12 +149,12 @@ REFUSED: tuple[tuple[OptimizerCase, str], ...] = tuple(
 )
 
 
-def case_named(name: str) -> OptimizerCase:
+def case_named(name):
     """Return the case called `name`."""
     return next(case for case in (*ALL, *COUPLED, *CASES) if case.name == name)
 
 
-def warmup_and_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+def warmup_and_cosine(optimizer):
     return lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 400))
     )

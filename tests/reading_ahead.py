@@ -4,8 +4,6 @@ And reads ahead that are held back.
 """
 
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,11 +13,11 @@ from speedtransfer.rows import Rows
 LIMIT_S = 60
 
 
-def at_once(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
+def at_once(module, batches):
     return ((ids, ids) for ids in batches)
 
 
-def by_ticket(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
+def by_ticket(module, batches):
     """Tickets are two batches ahead."""
     tickets = [module.prefetch(ids) for ids in batches[:2]]
     for step, ids in enumerate(batches):
@@ -27,17 +25,17 @@ def by_ticket(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
         yield ids, tickets.pop(0)
 
 
-def by_loader(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
+def by_loader(module, batches):
     return ((ids, ids) for ids in st.prefetch(batches, lambda ids: {module: ids}))
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def held(monkeypatch):
     """Reads ahead wait for this event; `held.begun` says that one does."""
-    go_on: Any = threading.Event()
+    go_on = threading.Event()
     go_on.begun, fetch = threading.Event(), Rows.fetch
 
-    def held_fetch(rows: Rows, ids: Any, planes: Any = None, *known: Any) -> Any:
+    def held_fetch(rows, ids, planes=None, *known):
         if threading.current_thread() is not threading.main_thread():
             go_on.begun.set()
             assert go_on.wait(LIMIT_S)

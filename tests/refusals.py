@@ -1,7 +1,7 @@
 """Calls that are refused, as data: lines ``CALL -> ERROR: WORDS``, where the words are a regular expression."""
 
 import builtins
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -15,11 +15,11 @@ class Refusal(NamedTuple):
     error: str
     words: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.call
 
 
-def refusals(text: str) -> list[Refusal]:
+def refusals(text):
     """Return the lines of a text; one that begins with ``->`` belongs to the line before."""
     found = []
     for line in text.strip().replace("\n->", " ->").splitlines():
@@ -29,7 +29,7 @@ def refusals(text: str) -> list[Refusal]:
     return found
 
 
-def check_refused(refusal: Refusal, lines: bool = False, **names: Any) -> str:
+def check_refused(refusal, lines=False, **names):
     """Make the call with these names and check the error; return its message, which is one line, or may be `lines`."""
     error = getattr(errors, refusal.error, None) or getattr(builtins, refusal.error)
     with pytest.raises(error, match=refusal.words) as caught:

@@ -22,10 +22,9 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from cases import dtype_name
@@ -55,7 +54,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "optimizer_sweep.json"
 WORKS, REFUSED, FAILS, DIFFERS = "works", "refused", "fails on nn.Embedding too", "DIFFERS"
 
 # How to make those that take something else than parameters, or need arguments.
-ARGUMENTS: dict[str, Callable[[type[Any], nn.Module], Any]] = {
+ARGUMENTS = {
     **dict.fromkeys(
         ("Lookahead", "OrthoGrad", "PCGrad", "TRAC", "Magma", "SafeFP16Optimizer"),
         lambda kind, m: kind(SGD(m.parameters(), lr=1e-2, momentum=0.9)),
@@ -78,7 +77,7 @@ ARGUMENTS: dict[str, Callable[[type[Any], nn.Module], Any]] = {
 WHOLE = {("torch-optimizer", "Lookahead")}
 
 
-def _gsam(kind: type[Any], model: nn.Module) -> Any:
+def _gsam(kind, model):
     package = importlib.import_module("pytorch_optimizer")
     base = SGD(model.parameters(), lr=1e-2)
     rates = package.LinearScheduler(base, t_max=STEPS, max_lr=1e-2, min_lr=1e-3)
@@ -91,14 +90,14 @@ def _gsam(kind: type[Any], model: nn.Module) -> Any:
 class SweepOracle(LazyOracle):
     """Learns what an untouched row starts from by what the optimizer first sets: of one without a gradient."""
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+    def __init__(self, optimizer, module):
         super().__init__(optimizer, module)
         holder = optimizer
         while isinstance(getattr(type(holder), "state", None), property):  # that of the optimizer which it wraps
             holder = holder.optimizer
         holder.state = FirstStates(holder.state)
 
-    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
+    def _start(self, module, key, value, weight):
         first = tensors_in(getattr(self.optimizer.state[module.weight], "first", {}))
         made = weight if key in COPIES else first.get(key)
         return made if made is not None and made.shape == value.shape else torch.zeros_like(value)
@@ -107,7 +106,7 @@ class SweepOracle(LazyOracle):
 class Side:
     """A module of a library and its optimizer; `whole`: torch's idle rows move too."""
 
-    def __init__(self, library: Any, make: Make, dtype: torch.dtype, whole: bool, states: Any = None) -> None:
+    def __init__(self, library, make, dtype, whole, states=None):
         torch.manual_seed(3)
         idle = {} if library is nn else {"idle": "exact" if whole else "lazy"}
         self.module = library.Embedding(ROWS, DIM, dtype=dtype, **idle)
@@ -120,11 +119,11 @@ class Side:
             self.opt.train()
         self.oracle = SweepOracle(self.opt, self.module) if library is nn and not whole else None
 
-    def states(self) -> tuple[Any, Any]:
+    def states(self):
         return copy.deepcopy((self.module.state_dict(), self.opt.state_dict()))
 
-    def step(self, ids: Tensor, target: Tensor, style: str) -> None:
-        def loss() -> Tensor:
+    def step(self, ids, target, style):
+        def loss():
             value = squared_loss(self.module(ids), target)
             value.backward(create_graph=style == "create_graph")
             return value
@@ -136,16 +135,16 @@ class Side:
         self.oracle.step(step) if self.oracle else step()
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self):
         table = getattr(self.module, "table", None)
         return self.module.weight.detach() if table is None else table.torch()
 
     @property
-    def state(self) -> dict[Any, Any]:
+    def state(self):
         return self.opt.state.get(self.module.weight, {})
 
 
-def run(make: Make, dtype: torch.dtype, style: str, whole: bool = False) -> str | None:
+def run(make, dtype, style, whole=False):
     """Return how ours and the oracle differ; None: they do not.
 
     Raises
@@ -184,20 +183,20 @@ def run(make: Make, dtype: torch.dtype, style: str, whole: bool = False) -> str 
 class DenseError(Exception):
     """The optimizer fails on nn.Embedding; `final`: however its step is called."""
 
-    def __init__(self, reason: str, final: bool = False) -> None:
+    def __init__(self, reason, final=False):
         super().__init__(reason)
         self.final = final
 
 
 @contextlib.contextmanager
-def _dense_errors() -> Iterator[None]:
+def _dense_errors():
     try:
         yield
     except Exception as error:
         raise DenseError(words(error)) from error
 
 
-def difference(ours: Side, dense: Side, start: Tensor, tolerance: float) -> str | None:
+def difference(ours, dense, start, tolerance):
     """Return what differs: the weights, or a tensor of state; containers, names, shapes and dtypes too."""
     mine, theirs = tensors_in(ours.state), tensors_in(dense.state)
     if mine.keys() != theirs.keys():
@@ -212,7 +211,7 @@ def difference(ours: Side, dense: Side, start: Tensor, tolerance: float) -> str 
     return None if _outline(ours.state) == _outline(dense.state) else "what holds the state"
 
 
-def _outline(value: Any) -> Any:
+def _outline(value):
     """Return containers and numbers without the tensors in them."""
     if isinstance(value, dict):
         return {key: _outline(part) for key, part in value.items()}
@@ -236,10 +235,10 @@ class Outcome:
     detail: str = ""
 
 
-def outcome(package: str, kind: type[Any]) -> Outcome:
+def outcome(package, kind):
     """Train by one class, in double and in single precision."""
     name, whole = kind.__name__, (package, kind.__name__) in WHOLE
-    make: Make = functools.partial(ARGUMENTS[name], kind) if name in ARGUMENTS else lambda m: kind(m.parameters())
+    make = functools.partial(ARGUMENTS[name], kind) if name in ARGUMENTS else lambda m: kind(m.parameters())
     reasons = []
     for style in ("plain", "closure", "loss", "create_graph"):
         done = []
@@ -265,7 +264,7 @@ def outcome(package: str, kind: type[Any]) -> Outcome:
     return Outcome(package, name, FAILS, reasons[0])
 
 
-def classes(module_name: str) -> Iterator[type[Optimizer]]:
+def classes(module_name):
     """Yield the optimizer classes that a package offers, by name."""
     package = importlib.import_module(module_name)
     for name, value in sorted(vars(package).items()):
@@ -276,13 +275,13 @@ def classes(module_name: str) -> Iterator[type[Optimizer]]:
                 yield value
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="classes; default: all")
     names = set(parser.parse_args().names)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcomes: list[Outcome] = []
+    outcomes = []
     for package, module_name in PACKAGES.items():
         for kind in classes(module_name):
             if not names or kind.__name__ in names:

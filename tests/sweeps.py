@@ -14,7 +14,6 @@ that are collected, so one that is named on the command line runs.
 import collections
 import itertools
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -24,13 +23,13 @@ import torch
 Factor = tuple[str, Any]
 
 
-def few(cases: Iterable[Any], *kept: Any) -> list[Any]:
+def few(cases, *kept):
     """Return the cases of a `parametrize`, tuples of several names: those that are not among `kept` are slow."""
     some = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [pytest.param(*values, marks=() if case in kept else pytest.mark.slow) for case, values in some]
 
 
-def mark_the_rest_as_slow(items: Iterable[pytest.Item]) -> None:
+def mark_the_rest_as_slow(items):
     """Mark as slow the cases of swept tests that add nothing to what the others cover."""
     sweeps = collections.defaultdict(dict)
     for item in items:
@@ -45,7 +44,7 @@ def mark_the_rest_as_slow(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-def factors(item: pytest.Item, names: Sequence[str] = ()) -> list[Factor]:
+def factors(item, names=()):
     """Return the class of a case and the values of its parameters, or of those of these `names`."""
     found = [("class", item.cls.__qualname__)] if item.cls else []
     values = {name: _key(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
@@ -60,7 +59,7 @@ def factors(item: pytest.Item, names: Sequence[str] = ()) -> list[Factor]:
     return found + list(values.items())
 
 
-def cover(cases: Mapping[str, Sequence[Factor]], strength: int, costly: Container[str] = ()) -> set[str]:
+def cover(cases, strength, costly=()):
     """Return ids of cases that have all combinations of `strength` factors that any case has.
 
     Greedy: those that cover most come first. Among equals `costly` ones come last, and then a hash of the id decides and not
@@ -77,7 +76,7 @@ def cover(cases: Mapping[str, Sequence[Factor]], strength: int, costly: Containe
     return kept
 
 
-def _key(value: Any) -> Any:
+def _key(value):
     """Return what is equal for equal values, of objects that cannot be compared for the same object."""
     plain = isinstance(value, str | bytes | int | float | type | torch.dtype | None)
     return (type(value), value) if plain else id(value)

@@ -8,7 +8,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from speedtransfer.tables import aside, chunks, snapshots
 FORMS = [name for name in CASES if name not in VOCABULARIES]
 
 
-def trained(form: str, folder: Path) -> World:
+def trained(form, folder):
     one = World(form, folder=folder)
     # All the ids that a vocabulary has room for.
     one.steps(5 if form not in VOCABULARIES else 20, 1)
@@ -37,17 +36,17 @@ def trained(form: str, folder: Path) -> World:
 full = raising(OSError(28, "No space left on device"))
 
 
-def checksums(path: Path) -> dict[str, str]:
+def checksums(path):
     content = json.loads((path / "manifest.json").read_text())
     rest = {key: content[key] for key in ("model", "optimizers", "objects", "extra")}
     return {role: facts["sha256"] for role, facts in content["files"].items()} | {"rest": json.dumps(rest)}
 
 
-def when_read(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+def when_read(monkeypatch, call):
     """Have the thread that saves call something after it has read rows of a table, and not yet those copied aside."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
 
-    def copyto(target: np.ndarray, values: np.ndarray) -> None:
+    def copyto(target, values):
         np.copyto(target, values)
         call()
 
@@ -58,13 +57,13 @@ SOME = ("adamw lazy", "adamw exact", "cached", "file", "8 bits exact", "vocabula
 
 
 @pytest.mark.parametrize("form", few(CASES, *SOME))
-def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_saved_is_what_there_was(form, tmp_path, monkeypatch):
     one, stopped, never = (trained(form, tmp_path) for _ in range(3))
     stopped.save(tmp_path / "stopped", extra={"epoch": [1]})
     count, extra = [0], {"epoch": [1]}
 
     @torch.enable_grad()
-    def a_step() -> None:
+    def a_step():
         count[0] += 1
         one.steps(1, count[0])
 
@@ -85,11 +84,11 @@ def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch:
     assert one.digest() == stopped.digest()
 
 
-def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_left_to_those_who_train(tmp_path, monkeypatch):
     emb = st.Embedding(20_000, 64)
     opt, users, pool = torch.optim.AdamW(emb.parameters()), set[str](), jit.workers
 
-    def used(name: str, threads: int) -> Any:
+    def used(name, threads):
         users.add(threading.current_thread().name.split()[0])
         return pool(name, threads)
 
@@ -106,12 +105,12 @@ def test_threads_are_left_to_those_who_train(tmp_path: Path, monkeypatch: pytest
 class Held:
     """A save whose thread waits for `go` before it reads rows."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, one: World) -> None:
+    def __init__(self, monkeypatch, path, one):
         self.go = threading.Event()
         when_read(monkeypatch, lambda: self.go.wait(60))
         self.save = one.save(path, background=True)
 
-    def makes_wait(self, call: Any, patience: float = 0.3) -> bool:
+    def makes_wait(self, call, patience=0.3):
         """Tell whether something waits for the end of the save, and let both end."""
         thread = threading.Thread(target=call)
         thread.start()
@@ -134,7 +133,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_changes_all_rows_waits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_changes_all_rows_waits(name, tmp_path, monkeypatch):
     one = trained("adamw lazy", tmp_path)
     one.save(tmp_path / "stopped")
     held = Held(monkeypatch, tmp_path / "saved", one)
@@ -143,7 +142,7 @@ def test_what_changes_all_rows_waits(name: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("why", ["full", "other needs", "no such call"])
-def test_steps_wait_where_there_is_no_room_aside(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_wait_where_there_is_no_room_aside(why, tmp_path, monkeypatch):
     one = trained("adamw exact", tmp_path)
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
     if why == "full":
@@ -159,9 +158,7 @@ def test_steps_wait_where_there_is_no_room_aside(why: str, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("form", few(FORMS, "adamw exact", "cached", "8 bits exact"))
-def test_rows_go_to_the_disk_where_memory_is_used_up(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_go_to_the_disk_where_memory_is_used_up(form, tmp_path, monkeypatch):
     one = trained(form, tmp_path)
     trained(form, tmp_path).save(tmp_path / "stopped")
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
@@ -176,14 +173,14 @@ def test_rows_go_to_the_disk_where_memory_is_used_up(
 
 
 @forks
-def test_a_fork_knows_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_knows_nothing_of_it(tmp_path, monkeypatch):
     one = trained("adamw lazy", tmp_path)
     trained("adamw lazy", tmp_path).save(tmp_path / "stopped")
     monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
     held = Held(monkeypatch, tmp_path / "saved", one)
     one.steps(1, 2)
 
-    def child() -> str:
+    def child():
         one.steps(20, 3)
         WHOLE["load_state_dict"](one)
         for use in (held.save.wait, held.save.done):
@@ -197,7 +194,7 @@ def test_a_fork_knows_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
 
 
-def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_nobody_sees_ends_the_save(tmp_path, monkeypatch):
     one = trained("adamw lazy", tmp_path)
     one.save(tmp_path / "saved")
     before = checksums(tmp_path / "saved")
@@ -215,10 +212,10 @@ def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pyt
     assert checksums(tmp_path / "saved") != before
 
 
-def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_told_once(tmp_path, monkeypatch):
     one = trained("adamw lazy", tmp_path)
 
-    def failed(path: Path) -> Any:
+    def failed(path):
         with monkeypatch.context() as patch:
             patch.setattr("speedtransfer.checkpoint.folder.os.fsync", full)
             save = one.save(path, background=True)
@@ -243,9 +240,7 @@ def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     one.steps(1, 2)
 
 
-def test_it_is_found_by_who_reads_there_whatever_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_found_by_who_reads_there_whatever_the_current_folder(tmp_path, monkeypatch):
     one, other = World("sgd"), World("sgd")
     monkeypatch.chdir(tmp_path)
     one.save(Path("saved"), extra="before")
@@ -257,7 +252,7 @@ def test_it_is_found_by_who_reads_there_whatever_the_current_folder(
     assert os.listdir() == []
 
 
-def test_what_cannot_be_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_saved_so(tmp_path, monkeypatch):
     one = trained("adamw lazy", tmp_path)
     with pytest.raises(InvalidTypeError, match="extra"):
         one.save(tmp_path / "saved", extra=object(), background=True)
@@ -286,6 +281,6 @@ st.save_checkpoint(sys.argv[1], emb, extra="saved", background=True)
 """
 
 
-def test_a_process_that_ends_waits(tmp_path: Path) -> None:
+def test_a_process_that_ends_waits(tmp_path):
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path / "saved")], check=True)
     assert st.load_checkpoint(tmp_path / "saved", st.Embedding(40, 8)) == "saved"

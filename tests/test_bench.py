@@ -46,7 +46,7 @@ def suites(script):
 # --- results ------------------------------------------------------------------------------------------------------------
 
 
-def a_result(suite: str, groups: list[GroupResult]) -> dict:
+def a_result(suite, groups):
     shown = [group.to_json() for group in groups]
     return {"suite": suite, "quick": False, "options": {}, "environment": ABOUT, "groups": shown, "seconds": 1.0}
 

@@ -10,7 +10,6 @@ from speedtransfer.benchmark import cache, lookup, memory, methods, precision, p
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.contenders import PLANES, ROW_BYTES
 from speedtransfer.benchmark.measure import SUITES, Case, Group, WrongResultError, measure
-from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Ids, Tables, workload
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.page_cache import PagesStayError, share_in_memory
@@ -20,7 +19,7 @@ FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
 BOTH = pytest.mark.parametrize("direction", ["gather", "scatter"])
 
 
-def run_one(*cases: Case, **settings) -> GroupResult:
+def run_one(*cases, **settings):
     return measure(Group("a group", lambda: cases), CPU, **{**FAST, **settings})
 
 

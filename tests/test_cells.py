@@ -18,7 +18,7 @@ LIKE |= {"int8": "bfloat16", "layout": "mmap", "group of 1": "alone", "shared": 
 COSTLY = {"-".join(it) for it in CELLS if OWNERS[it[1]] > 1}
 
 
-def pairs(place: tuple[str, ...], verb: str) -> list[tuple[str, str]]:
+def pairs(place, verb):
     """Return the pairs that a cell has."""
     return [*itertools.combinations(place, 2), *((LIKE.get(axis, axis), verb) for axis in place)]
 
@@ -26,9 +26,9 @@ def pairs(place: tuple[str, ...], verb: str) -> list[tuple[str, str]]:
 QUICK = cover({"-".join(it): pairs(it[:3], it[3]) for it in CELLS}, 1, COSTLY)
 
 
-def places(quick: bool) -> list[tuple[list[str], list[str]]]:
+def places(quick):
     """Return places with the verbs of those cells that always run, or of the others."""
-    verbs: dict[tuple[str, ...], list[str]] = {}
+    verbs = {}
     for *place, verb in (cell for cell in CELLS if ("-".join(cell) in QUICK) is quick):
         verbs.setdefault(tuple(place), []).append(verb)
     return [([*place], some) for place, some in verbs.items()]
@@ -38,7 +38,7 @@ def places(quick: bool) -> list[tuple[list[str], list[str]]]:
 OLD = torch.__version__ < "2.13"
 
 
-def wrong(pool, place, verbs, folder) -> list[str]:
+def wrong(pool, place, verbs, folder):
     """Run cells and return what is wrong with them."""
     ends = ends_of(pool, *place, verbs, folder)
     found = []

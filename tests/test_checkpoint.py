@@ -5,15 +5,13 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict, deque, namedtuple
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoint_cases import Run, digest, seed_all
 from lazy_oracle import Twins
-from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
+from optimizer_cases import BASE, FUSED, case_named, some
 from refusals import check_refused, refusals
 from safetensors.torch import load_file
 from test_checkpoint_fuzz import resign
@@ -55,12 +53,12 @@ ARRAYS += [np.array([1 + 2j]), np.array([True]), np.float16([1, 2])]
 
 
 @pytest.fixture
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(st.Embedding(12, 4), nn.Linear(4, 2))
 
 
-def test_values_come_back_as_they_were(model: nn.Module, tmp_path: Path) -> None:
+def test_values_come_back_as_they_were(model, tmp_path):
     value = {
         "plain": PLAIN,
         "tensors": TENSORS,
@@ -81,7 +79,7 @@ def test_values_come_back_as_they_were(model: nn.Module, tmp_path: Path) -> None
 
 
 Point = namedtuple("Point", "x y")
-ITSELF: list[Any] = []
+ITSELF = []
 ITSELF.append(ITSELF)
 NOT_PLAIN = [
     (lambda: 0, r"extra\['deep'\]\[0\] is a builtins.function"),
@@ -99,7 +97,7 @@ NOT_PLAIN = [
 ]
 
 
-def test_what_is_no_plain_data_is_refused_before_anything_is_written(model: nn.Module, tmp_path: Path) -> None:
+def test_what_is_no_plain_data_is_refused_before_anything_is_written(model, tmp_path):
     for value, words in NOT_PLAIN:
         with pytest.raises((InvalidTypeError, InvalidValueError), match=words) as caught:
             st.save_checkpoint(tmp_path / "a", model, extra={"deep": [value]})
@@ -107,7 +105,7 @@ def test_what_is_no_plain_data_is_refused_before_anything_is_written(model: nn.M
         assert not (tmp_path / "a").exists()
 
 
-def test_the_files_are_plain_safetensors(model: nn.Module, tmp_path: Path) -> None:
+def test_the_files_are_plain_safetensors(model, tmp_path):
     st.save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
     assert len(os.listdir(tmp_path)) == 4
     tensors = load_file(next(tmp_path.glob("model-*.safetensors")))
@@ -121,9 +119,9 @@ def test_the_files_are_plain_safetensors(model: nn.Module, tmp_path: Path) -> No
         assert (tmp_path / facts["name"]).stat().st_size == facts["bytes"]
 
 
-def test_every_kind_of_module_state(tmp_path: Path) -> None:
+def test_every_kind_of_module_state(tmp_path):
     class Odd(nn.Module):
-        def __init__(self, count: int) -> None:
+        def __init__(self, count):
             super().__init__()
             self.shared = st.Embedding(5, 2)
             self.again = self.shared
@@ -135,10 +133,10 @@ def test_every_kind_of_module_state(tmp_path: Path) -> None:
             self.register_buffer("brief", torch.randn(3).bfloat16())
             self.count = count
 
-        def get_extra_state(self) -> dict:
+        def get_extra_state(self):
             return {"count": self.count}
 
-        def set_extra_state(self, state: dict) -> None:
+        def set_extra_state(self, state):
             self.count = state["count"]
 
     first, second = Odd(3), Odd(4)
@@ -151,7 +149,7 @@ def test_every_kind_of_module_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
-def test_two_weights_go_into_one_as_by_a_state_dict(library: Any, tmp_path: Path) -> None:
+def test_two_weights_go_into_one_as_by_a_state_dict(library, tmp_path):
     saved, *pairs = (nn.ModuleList([library.Embedding(5, 2), library.Embedding(5, 2)]) for _ in range(3))
     for pair in pairs:
         pair[1].weight = pair[0].weight
@@ -162,7 +160,7 @@ def test_two_weights_go_into_one_as_by_a_state_dict(library: Any, tmp_path: Path
     assert torch.equal(pairs[0][0].weight, pairs[1][0].weight)
 
 
-def test_a_state_dict_that_does_something_to_rows_is_refused(tmp_path: Path) -> None:
+def test_a_state_dict_that_does_something_to_rows_is_refused(tmp_path):
     emb = st.Embedding(5, 2)
     emb.register_state_dict_post_hook(lambda module, state, *_: state.update(weight=state["weight"].cpu()))
     with pytest.raises(InvalidTypeError, match=r"state_dict.. of Embedding, or a hook of it, does something to"):
@@ -170,7 +168,7 @@ def test_a_state_dict_that_does_something_to_rows_is_refused(tmp_path: Path) -> 
     assert not (tmp_path / "a").exists()
 
 
-def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> None:
+def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path):
     emb = st.Embedding(6, 2)
     opt = torch.optim.SGD(emb.parameters(), lr=1.0)
     st.save_checkpoint(tmp_path, emb, opt)
@@ -197,32 +195,32 @@ call(path, model, scheduler=nn.Linear) -> InvalidTypeError: scheduler is a type 
 """
 
 
-def test_wrong_arguments(model: nn.Module, tmp_path: Path) -> None:
+def test_wrong_arguments(model, tmp_path):
     for refusal, call in itertools.product(refusals(WRONG), (st.save_checkpoint, st.load_checkpoint)):
         check_refused(refusal, call=call, path=tmp_path, model=model, nn=nn)
     assert os.listdir(tmp_path) == []
 
 
-def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(optimizer):
     return lr.StepLR(optimizer, 2)
 
 
 def built(
-    rows: int = 12,
-    dtype: torch.dtype = torch.float32,
-    bias: bool = True,
-    more: Any = (),
-    order: Any = list,
-    kind: Any = torch.optim.Adam,
-    objects: Any = lambda optimizer: {"scheduler": _scheduler(optimizer)},
-) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
+    rows=12,
+    dtype=torch.float32,
+    bias=True,
+    more=(),
+    order=list,
+    kind=torch.optim.Adam,
+    objects=lambda optimizer: {"scheduler": _scheduler(optimizer)},
+):
     torch.manual_seed(3)
     model = nn.Sequential(st.Embedding(rows, 4, dtype=dtype), nn.Linear(4, 2, bias, dtype=dtype), *more)
     optimizer = kind(order(model.parameters()), lr=0.1)
     return model, optimizer, objects(optimizer)
 
 
-UNFIT: list[tuple[dict[str, Any], str]] = [
+UNFIT = [
     ({"rows": 13}, r"'0.weight' is \(12, 4\) torch.float32 in the checkpoint but \(13, 4\)"),
     ({"dtype": torch.float64}, r"'0.weight' is .*float32 in the checkpoint but .*float64 in the model"),
     ({"more": [nn.Linear(2, 2)]}, r"has no '2.bias' and 1 more that the model has"),
@@ -240,7 +238,7 @@ UNFIT: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "words"), UNFIT)
-def test_what_does_not_fit_changes_nothing(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_changes_nothing(options, words, tmp_path):
     model, opt, objects = built()
     model(torch.arange(6)).sum().backward()
     opt.step()
@@ -248,7 +246,7 @@ def test_what_does_not_fit_changes_nothing(options: dict[str, Any], words: str, 
     model, opt, objects = built(**options)
     seed_all(2)
 
-    def now() -> str:
+    def now():
         states = [value.state_dict() for value in (model, opt, *objects.values())]
         return digest([states, torch.get_rng_state()])
 
@@ -259,7 +257,7 @@ def test_what_does_not_fit_changes_nothing(options: dict[str, Any], words: str, 
     assert now() == before
 
 
-def test_what_was_not_saved(model: nn.Module, tmp_path: Path) -> None:
+def test_what_was_not_saved(model, tmp_path):
     for name in ("empty", "killed"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("x")
@@ -276,7 +274,7 @@ def test_what_was_not_saved(model: nn.Module, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", [*some(BASE), *some(FUSED, ["adamw-fused"])], ids=str)
-def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
+def test_resuming_is_going_on(case, tmp_path):
     whole, first, second = (Run(case, seed) for seed in (0, 0, 1))
     seed_all(7)
     whole.epochs(4)
@@ -293,7 +291,7 @@ def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
     assert second.digest() == whole.digest()
 
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "exact int8": {"idle": "exact", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
     "half": {"storage_dtype": torch.float16, "state_dtype": torch.bfloat16},
     "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
@@ -304,7 +302,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("name", "steps"), [("adagrad-initial", 0), ("adamw", 0), ("adamw-amsgrad", 10)])
-def test_checkpoints_cross_over_and_training_continues_equal(name: str, steps: int, tmp_path: Path) -> None:
+def test_checkpoints_cross_over_and_training_continues_equal(name, steps, tmp_path):
     """Ours into torch, torch into ours; Adagrad has state before it steps."""
     case = case_named(name)
     twins = Twins(case.make)
@@ -324,7 +322,7 @@ def test_checkpoints_cross_over_and_training_continues_equal(name: str, steps: i
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_read_by_a_dense_model_and_back(form: str, tmp_path: Path) -> None:
+def test_read_by_a_dense_model_and_back(form, tmp_path):
     case = case_named("adamw")
     run, dense, back = Run(case, **FORMS[form]), Run(case, seed=1, library=nn), Run(case, seed=2, **FORMS[form])
     run.epochs(2)
@@ -340,7 +338,7 @@ def test_read_by_a_dense_model_and_back(form: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, again[key]) for key, value in run.model.state_dict().items())
 
 
-def test_one_form_into_another_and_an_encoding_of_another_version(tmp_path: Path) -> None:
+def test_one_form_into_another_and_an_encoding_of_another_version(tmp_path):
     wide, small = st.Embedding(300, 20), st.Embedding(300, 20, storage_dtype=torch.int8)
     st.save_checkpoint(tmp_path / "wide", wide)
     st.load_checkpoint(tmp_path / "wide", small)
@@ -358,14 +356,14 @@ def test_one_form_into_another_and_an_encoding_of_another_version(tmp_path: Path
     assert torch.equal(small.table.torch(), before)
 
 
-def test_two_optimizers(tmp_path: Path) -> None:
-    def make() -> tuple:
+def test_two_optimizers(tmp_path):
+    def make():
         run = Run(case_named("sgd"))
         rows = torch.optim.Adam([run.model.words.weight, run.model.bag.weight], lr=0.1)
         dense = torch.optim.SGD([*run.model.dense.parameters(), *run.model.norm.parameters()], lr=0.1, momentum=0.9)
         return run.model, rows, dense
 
-    def train(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    def train(model, *optimizers):
         for step in range(3):
             model(torch.arange(step, 12 + step).view(4, 3)).square().sum().backward()
             for optimizer in optimizers:

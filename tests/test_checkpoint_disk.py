@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_cases import Run, trained
@@ -28,18 +26,18 @@ LEFT = f"model-{'5' * 32}.safetensors"
 
 
 @pytest.fixture
-def run() -> Run:
+def run():
     return trained(1)
 
 
-def loaded(path: Path) -> str:
+def loaded(path):
     """Return the digest of what the checkpoint at `path` holds."""
     other = Run(case_named("adamw"), 6)
     other.load(path)
     return other.digest()
 
 
-def assert_clean(path: Path, *more: str) -> None:
+def assert_clean(path, *more):
     files = json.loads((path / "manifest.json").read_text())["files"]
     assert set(os.listdir(path)) == {"manifest.json", *(facts["name"] for facts in files.values()), *more}
 
@@ -47,7 +45,7 @@ def assert_clean(path: Path, *more: str) -> None:
 # --- what is there already --------------------------------------------------------------------------------------------
 
 
-def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Path) -> None:
+def test_a_save_replaces_the_one_before_and_what_was_left(run, tmp_path):
     run.save(tmp_path)
     (tmp_path / LEFT).write_bytes(b"half")
     (tmp_path / f".manifest-{'a' * 32}.json").write_text("{")
@@ -59,7 +57,7 @@ def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Pa
     assert loaded(tmp_path) == run.digest()
 
 
-def test_what_is_no_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_left_alone(run, tmp_path):
     foreign, other, linked = (tmp_path / name for name in ("foreign", "other", "linked"))
     for folder in (foreign, other, linked):
         folder.mkdir()
@@ -80,7 +78,7 @@ def test_what_is_no_checkpoint_is_left_alone(run: Run, tmp_path: Path) -> None:
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
-def test_too_little_room_is_noticed_first(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_room_is_noticed_first(run, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_345))
     with pytest.raises(StorageError, match=r"needs \d+\.\d kB but 12\.3 kB are free; free some space"):
@@ -89,7 +87,7 @@ def test_too_little_room_is_noticed_first(run: Run, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "open"])
-def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_may_fail(call, run, tmp_path, monkeypatch):
     path, error = tmp_path / "point", OSError(errno.ENOSPC, "No space left on device")
     run.save(path)
     before = loaded(path)
@@ -98,7 +96,7 @@ def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: p
     for number in range(30):
         left = [number]
 
-        def fail(*arguments: Any, **options: Any) -> Any:
+        def fail(*arguments, **options):
             left[0] -= 1  # noqa: B023 - called at once
             if left[0] == -1:  # noqa: B023
                 raise error
@@ -125,13 +123,13 @@ def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: p
 # --- several at a time ------------------------------------------------------------------------------------------------
 
 
-def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
+def test_savers_and_loaders_at_the_same_time(tmp_path):
     *models, other = (nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)) for _ in range(4))
     for number, model in enumerate(models):
         model[0].table.fill_(number)
     st.save_checkpoint(tmp_path, models[0], extra=0)
 
-    def save(number: int) -> None:
+    def save(number):
         for _ in range(15):
             st.save_checkpoint(tmp_path, models[number], extra=number)
 
@@ -146,10 +144,10 @@ def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
     assert_clean(tmp_path)
 
 
-def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_in_progress_is_not_cleaned_away(run, tmp_path, monkeypatch):
     commit, inner = Folder.commit, Run(case_named("adamw"), 3)
 
-    def late(folder: Folder, content: dict[str, Any]) -> None:
+    def late(folder, content):
         monkeypatch.setattr(Folder, "commit", commit)
         inner.save(tmp_path)  # another one starts later and ends first
         assert len(os.listdir(tmp_path)) == 7
@@ -205,7 +203,7 @@ print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(st
 """
 
 
-def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_table(tmp_path):
     sums = []
     for what in ("save", "load"):
         result = run_script(MEMORY, str(tmp_path), what, timeout=500)
@@ -300,7 +298,7 @@ print("killed", killed)
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("moments", few([1, 80], 1))
-def test_killed_at_any_line(moments: int, tmp_path: Path) -> None:
+def test_killed_at_any_line(moments, tmp_path):
     result = run_script(SCRIPT, str(tmp_path), str(moments), timeout=900)
     skip_where_torch_refuses(result.stderr)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -309,12 +307,10 @@ def test_killed_at_any_line(moments: int, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="all writes go by the cache here")
 @pytest.mark.parametrize("refused", [False, True])
-def test_pieces_of_any_size_are_written_past_the_cache(
-    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_any_size_are_written_past_the_cache(refused, tmp_path, monkeypatch):
     draw, write, begun = random.Random(3), os.write, list[bool]()
 
-    def partly(handle: int, data: Any) -> int:
+    def partly(handle, data):
         begun.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
         if begun[-1] and refused:
             raise OSError(errno.EINVAL, "not here")

@@ -8,9 +8,6 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +21,7 @@ REFUSALS = (StorageError, InvalidValueError, InvalidTypeError, OptimizerError)
 
 
 @pytest.fixture(scope="module")
-def points(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def points(tmp_path_factory):
     """Two checkpoints of the same run, at different times."""
     folder, run = tmp_path_factory.mktemp("points"), Run(case_named("adamw"))
     seed_all(1)
@@ -37,11 +34,11 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class Target:
     """A run that has trained elsewhere, and a check that it is as it was."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.run = trained(1, seed=9)
         self.before = self.run.digest()
 
-    def load(self, path: Path) -> str | None:
+    def load(self, path):
         """Return the refusal, or None where it loads."""
         try:
             self.run.load(path)
@@ -57,11 +54,11 @@ class Target:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
+def target():
     return Target()
 
 
-def sign(folder: Path, content: Any) -> None:
+def sign(folder, content):
     """Write a manifest with the checksum that belongs to it."""
     content = {key: value for key, value in content.items() if key != "sha256"}
     body = json.dumps(content, separators=(",", ":"))[1:].encode()
@@ -69,21 +66,21 @@ def sign(folder: Path, content: Any) -> None:
     (folder / "manifest.json").write_bytes(head + body)
 
 
-def manifest(folder: Path) -> Any:
+def manifest(folder):
     return json.loads((folder / "manifest.json").read_text())
 
 
-def resign(folder: Path, change: Callable[[Any], Any]) -> None:
+def resign(folder, change):
     content = manifest(folder)
     change(content)
     sign(folder, content)
 
 
-def data_file(folder: Path, role: str = "model") -> Path:
+def data_file(folder, role="model"):
     return folder / manifest(folder)["files"][role]["name"]
 
 
-def replace_data(folder: Path, role: str, data: bytes) -> None:
+def replace_data(folder, role, data):
     """Replace a data file, and let the manifest say so."""
     content = manifest(folder)
     (folder / content["files"][role]["name"]).write_bytes(data)
@@ -94,7 +91,7 @@ def replace_data(folder: Path, role: str, data: bytes) -> None:
 # --- by chance --------------------------------------------------------------------------------------------------------
 
 
-def damaged(rng: random.Random, data: bytes) -> bytes:
+def damaged(rng, data):
     """Return what is likely to be read as something else: other numbers of headers, words, lengths; or a part."""
     array = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5])):
@@ -116,7 +113,7 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
     return bytes(array)
 
 
-def change_bytes(rng: random.Random, folder: Path, other: Path) -> None:
+def change_bytes(rng, folder, other):
     file = rng.choice(sorted(folder.iterdir()))
     before = after = file.read_bytes()
     while after == before:
@@ -124,12 +121,12 @@ def change_bytes(rng: random.Random, folder: Path, other: Path) -> None:
     file.write_bytes(after)
 
 
-def mix(rng: random.Random, folder: Path, other: Path) -> None:
+def mix(rng, folder, other):
     role = rng.choice(["model", "optimizer", "objects"])
     shutil.copy(data_file(other, role), data_file(folder, role))
 
 
-def other_kind(rng: random.Random, folder: Path, other: Path) -> None:
+def other_kind(rng, folder, other):
     file = rng.choice(sorted(folder.iterdir()))
     file.unlink()
     match rng.randrange(4):
@@ -143,7 +140,7 @@ def other_kind(rng: random.Random, folder: Path, other: Path) -> None:
             file.symlink_to(file)
 
 
-JUNK: list[Any] = [
+JUNK = [
     None, True, 0, -1, 1, 2**62, 2**70, 10**400, 1.5, 1e308,
     "", "x", "0.weight", "../../etc/passwd", "\ud800", [], [[]], {}, {"$": "x"},
     {"$": "float", "v": "1e5"}, {"$": "tensor", "v": "0.weight"}, {"$": "tensor"}, {"$": "rows"}, {"$": ["set"], "v": []},
@@ -154,12 +151,12 @@ JUNK: list[Any] = [
 ]  # fmt: skip
 
 
-def places(node: Any) -> list[tuple[Any, Any]]:
+def places(node):
     items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
     return [(node, key) for key, _ in items] + [place for _, child in items for place in places(child)]
 
 
-def mutate(rng: random.Random, folder: Path, other: Path) -> None:
+def mutate(rng, folder, other):
     """Change the manifest anywhere, and sign it."""
     content = manifest(folder)
     content.pop("sha256")
@@ -189,9 +186,7 @@ DAMAGES = [change_bytes, change_bytes, mix, other_kind, mutate, mutate]
 
 
 @pytest.mark.parametrize("cases", [range(160), pytest.param(range(160, 6000), marks=pytest.mark.slow)], ids=len)
-def test_whatever_is_damaged_is_refused(
-    cases: range, points: tuple[Path, Path], target: Target, tmp_path: Path
-) -> None:
+def test_whatever_is_damaged_is_refused(cases, points, target, tmp_path):
     loaded = 0
     for number in cases:
         rng = random.Random(number)
@@ -214,36 +209,36 @@ def test_whatever_is_damaged_is_refused(
 # --- by design --------------------------------------------------------------------------------------------------------
 
 
-def name_is(name: str) -> Callable[[Path], None]:
+def name_is(name):
     return lambda folder: resign(folder, lambda c: c["files"]["model"].update(name=name))
 
 
-def a_pickle(folder: Path) -> None:
+def a_pickle(folder):
     class Evil:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return os.system, (f"touch {folder.parent}/owned",)
 
     replace_data(folder, "model", pickle.dumps(Evil()))
 
 
-def bomb(folder: Path) -> None:
+def bomb(folder):
     """One tensor, named a thousand times."""
     name = next(iter(manifest(folder)["files"]["objects"]["tensors"]))
     resign(folder, lambda c: c.update(extra=[c["extra"], *[{"$": "tensor", "v": name}] * 1000]))
 
 
-def vast(folder: Path) -> None:
-    def change(content: Any) -> None:
+def vast(folder):
+    def change(content):
         entry = next(iter(content["files"]["model"]["tensors"].values()))
         entry.update(shape=[2**62, 0, 2**62], data_offsets=[0, 0])
 
     resign(folder, change)
 
 
-def edited(role: str, name: str, new: torch.Tensor) -> Callable[[Path], None]:
+def edited(role, name, new):
     """Give one tensor of a data file other values and another shape, with all that follows from it."""
 
-    def edit(folder: Path) -> None:
+    def edit(folder):
         raw = data_file(folder, role).read_bytes()
         begin = 8 + int.from_bytes(raw[:8], "little")
         header, end, values = json.loads(raw[8:begin]), 0, b""
@@ -260,10 +255,10 @@ def edited(role: str, name: str, new: torch.Tensor) -> Callable[[Path], None]:
     return edit
 
 
-def forge_key(name: str, key: str, value: Any) -> Callable[[Path], None]:
+def forge_key(name, key, value):
     """Set every entry `key` below the section or object `name`, however dicts are written."""
 
-    def change(content: Any) -> None:
+    def change(content):
         section = content["rng"] if name == "rng" else content["objects"][name]
         found = [(node, at) for node, at in places(section) if at == key or (at == 1 and node[0] == key)]
         for node, at in found:
@@ -273,14 +268,14 @@ def forge_key(name: str, key: str, value: Any) -> Callable[[Path], None]:
     return lambda folder: resign(folder, change)
 
 
-def twice(content: Any) -> None:
+def twice(content):
     (groups,) = content["optimizers"].values()
     node = groups["rest"]["param_groups"][0]["params"]
     node[1] = node[0]
 
 
 # Damage, and words of the refusal.
-ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
+ATTACKS = [
     (name_is("../a/model.safetensors"), "is no name of a model file"),
     (name_is(f"objects-{'0' * 32}.safetensors"), "is no name of a model file"),
     (name_is(f"model-{'0' * 32}.safetensors\n"), "is no name of a model file"),
@@ -307,7 +302,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def test_attacks(points: tuple[Path, Path], target: Target, tmp_path: Path) -> None:
+def test_attacks(points, target, tmp_path):
     for number, (damage, words) in enumerate(ATTACKS):
         damage(shutil.copytree(points[0], tmp_path / f"{number}"))
         refusal = target.load(tmp_path / f"{number}")

@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -20,19 +19,19 @@ from speedtransfer.errors import StorageError
 
 
 @pytest.fixture(params=["memory", "local"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def url(request, tmp_path):
     # To fsspec a local path is a store as any other.
     yield f"memory://bucket{tmp_path}/run" if request.param == "memory" else f"local://{tmp_path}/run"
     MemoryFileSystem.store.clear()
 
 
-def objects(url: str) -> dict[str, bytes]:
+def objects(url):
     fs, root = fsspec.core.url_to_fs(url)
     fs.invalidate_cache()
     return {Path(name).name: fs.cat_file(name) for name in fs.ls(root, detail=False)} if fs.exists(root) else {}
 
 
-def test_a_run_goes_on_from_a_store(url: str) -> None:
+def test_a_run_goes_on_from_a_store(url):
     run = trained(2)
     run.save(url, extra="old")
     first = objects(url)
@@ -48,7 +47,7 @@ def test_a_run_goes_on_from_a_store(url: str) -> None:
     assert other.digest() == run.digest()
 
 
-def test_what_is_in_a_store_is_what_a_disk_has(url: str, tmp_path: Path) -> None:
+def test_what_is_in_a_store_is_what_a_disk_has(url, tmp_path):
     emb = st.Embedding(50, 4, storage_dtype=torch.int8)
     st.save_checkpoint(url, emb)
     for name, data in objects(url).items():
@@ -61,7 +60,7 @@ def test_what_is_in_a_store_is_what_a_disk_has(url: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 @pytest.mark.parametrize("role", ["model", "manifest"])
-def test_damage_is_refused_before_anything_changes(url: str, role: str, damage: str) -> None:
+def test_damage_is_refused_before_anything_changes(url, role, damage):
     trained(1).save(url)
     other = Run(case_named("adamw"), seed=1)
     before = other.digest()
@@ -84,11 +83,11 @@ class Failing(LocalFileSystem):
     protocol = "failing"
     left = 10**9
 
-    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+    def _open(self, path, mode="rb", **options):
         file = super()._open(path, mode=mode, **options)
         write = file.write
 
-        def failing(data: Any) -> Any:
+        def failing(data):
             Failing.left -= 1
             if Failing.left < 0:
                 raise ConnectionError("the link is down")
@@ -98,7 +97,7 @@ class Failing(LocalFileSystem):
         return file
 
 
-def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path):
     fsspec.register_implementation("failing", Failing, clobber=True)
     url, run = f"failing://{tmp_path}/run", trained(1)
     for left in (0, 3, 20):
@@ -117,7 +116,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
-def test_killed_at_a_line(step: int, tmp_path: Path) -> None:
+def test_killed_at_a_line(step, tmp_path):
     """What the saves before have left stays; at every line the store is that of before, or each save would list more."""
     url, run = f"local://{tmp_path}/run", trained(1)
     run.save(url, extra=0)
@@ -148,7 +147,7 @@ st.load_checkpoint(local + "none", emb) -> StorageError: holds no manifest.json,
 """
 
 
-def test_bad_places(tmp_path: Path) -> None:
+def test_bad_places(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
     for refusal in refusals(BAD):

@@ -1,13 +1,9 @@
 """Checkpoints that share bytes with the files of tables: by the file system where it has that, else by one that is played."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct
 import tempfile
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +21,10 @@ ROWS, DIM = 3001, 33
 class Played:
     """`ioctl` of a file system that shares blocks: what it has shared, as it does, and copies."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls, self.most = list[tuple[int, int, int]](), 10**9
 
-    def __call__(self, target: int, request: int, packed: bytes) -> None:
+    def __call__(self, target, request, packed):
         source, begin, count, at = struct.unpack("=qQQQ", packed)
         assert request == 0x4020940D
         size = os.fstat(source).st_size
@@ -45,7 +41,7 @@ class Played:
 
 
 @pytest.fixture(params=["played", "by the file system"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Played | None:
+def shared(request, tmp_path, monkeypatch):
     """Let tables of any size be shared."""
     monkeypatch.setattr(clones, "LARGE_PART", 1e-6)
     if request.param == "played":
@@ -63,9 +59,9 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 class Run:
     """Two tables in files, whose sizes are those of no blocks, beside others and a dense layer."""
 
-    def __init__(self, folder: Path | None, idle: Any = "lazy") -> None:
+    def __init__(self, folder, idle="lazy"):
         torch.manual_seed(3)
-        options: list[dict[str, Any]] = [{}, {}]
+        options = [{}, {}]
         if folder is not None:
             options = [{"memory": "mmap", "path": folder / f"{name}.safetensors"} for name in "ab"]
         first = st.Embedding(ROWS, DIM, idle=idle, **options[0])
@@ -73,7 +69,7 @@ class Run:
         self.net = nn.ModuleDict({"a": first, "b": second, "c": st.Embedding(50, 4), "d": nn.Linear(3, 5)})
         self.opt = torch.optim.AdamW(self.net.parameters(), lr=0.1)
 
-    def steps(self, *seeds: int) -> Run:
+    def steps(self, *seeds):
         for seed in seeds:
             ids = torch.randint(ROWS, (300,), generator=torch.Generator().manual_seed(seed))
             take_step(
@@ -81,19 +77,19 @@ class Run:
             )
         return self
 
-    def values(self) -> list[torch.Tensor]:
+    def values(self):
         states = self.opt.state_dict()["state"].values()
         return [*self.net.state_dict().values(), *(value for state in states for value in state.values())]
 
 
-def sizes(path: Path, role: str) -> dict[str, int]:
+def sizes(path, role):
     content = json.loads((path / "manifest.json").read_text())["files"][role]
     return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in content["tensors"].items()}
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_a_checkpoint_has_what_there_was(shared: Played | None, tmp_path: Path, idle: str, background: bool) -> None:
+def test_a_checkpoint_has_what_there_was(shared, tmp_path, idle, background):
     run = Run(tmp_path, idle).steps(1, 2, 3)
     path = tmp_path / "saved"
     save = st.save_checkpoint(path, run.net, run.opt, background=background)
@@ -118,7 +114,7 @@ def test_a_checkpoint_has_what_there_was(shared: Played | None, tmp_path: Path, 
     assert {each.name for each in tmp_path.iterdir()} == {"a.safetensors", "b.safetensors", "saved"}
 
 
-def test_one_that_fails_half_way_leaves_the_one_before(shared: Played | None, tmp_path: Path) -> None:
+def test_one_that_fails_half_way_leaves_the_one_before(shared, tmp_path):
     if shared is None:
         pytest.skip("played")
     run = Run(tmp_path).steps(1)
@@ -129,7 +125,7 @@ def test_one_that_fails_half_way_leaves_the_one_before(shared: Played | None, tm
     assert st.load_checkpoint(tmp_path / "saved", Run(None).net) == 1
 
 
-def test_only_what_files_have_is_shared(tmp_path: Path) -> None:
+def test_only_what_files_have_is_shared(tmp_path):
     table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", max_rows=2 * ROWS)
     table.add_plane("m", 3)
     for _ in range(2):

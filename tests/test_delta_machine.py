@@ -19,7 +19,7 @@ class DeltaMachine(RuleBasedStateMachine):
     """A trainer, a copy that follows it, and the files between them."""
 
     @initialize(name=some.sampled_from(sorted(CASES)), with_state=some.booleans(), steps=some.integers(0, 2))
-    def begin(self, name: str, with_state: bool, steps: int) -> None:
+    def begin(self, name, with_state, steps):
         self.folder = Path(tempfile.mkdtemp())
         self.new = lambda: World(name, with_state, self.folder)
         self.one, self.seed, self.count, self.ids = self.new(), 0, 0, "vocabulary" in name
@@ -31,27 +31,27 @@ class DeltaMachine(RuleBasedStateMachine):
         self.again()
 
     @rule(steps=some.integers(1, 3), first=some.integers(0, 60))
-    def step(self, steps: int, first: int) -> None:
+    def step(self, steps, first):
         self.seed += 1
         self.one.steps(steps, self.seed, first)
 
     @rule(row=some.integers(0, 9), value=some.floats(-2, 2, width=32))
-    def write(self, row: int, value: float) -> None:
+    def write(self, row, value):
         with torch.no_grad():
             self.one.net.more.weight[row] = value
 
     @rule(more=some.integers(1, 9))
-    def grow(self, more: int) -> None:
+    def grow(self, more):
         table = self.one.net.more.table
         table.grow(min(table.num_rows + more, 200))
 
     @precondition(lambda self: self.ids)
     @rule(count=some.integers(1, 9))
-    def forget(self, count: int) -> None:
+    def forget(self, count):
         self.one.forget(slice(count))
 
     @rule()
-    def save(self) -> None:
+    def save(self):
         self.deltas.append(self.folder / f"{self.count:04}.safetensors")
         self.mark = self.one.save_delta(self.deltas[-1], self.mark)
         self.count += 1
@@ -61,11 +61,11 @@ class DeltaMachine(RuleBasedStateMachine):
         assert self.copy.mark().fingerprints == self.mark.fingerprints
         assert self.copy.digest() == self.one.digest()
 
-    def apply(self, path: Path) -> None:
+    def apply(self, path):
         self.known = self.copy.apply(path, self.known if self.seed % 2 else None)
 
     @rule()
-    def again(self) -> None:
+    def again(self):
         """Let another copy follow from the base on: the one before was killed."""
         self.copy, self.known = self.new(), None
         self.copy.net.more.table.grow(self.rows_of_base)
@@ -75,7 +75,7 @@ class DeltaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.deltas)
     @rule(as_base=some.booleans())
-    def merge(self, as_base: bool) -> None:
+    def merge(self, as_base):
         out = self.folder / "merged"
         st.merge(self.folder / "base", self.deltas, out)
         if self.one.by_id:
@@ -94,7 +94,7 @@ class DeltaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.deltas) > 1 and self.known is not None and not self.ids)
     @rule(at=some.integers(0, 9))
-    def leave_one_out(self, at: int) -> None:
+    def leave_one_out(self, at):
         at %= len(self.deltas) - 1
         left = self.deltas[:at] + self.deltas[at + 1 :]
         try:
@@ -106,11 +106,11 @@ class DeltaMachine(RuleBasedStateMachine):
             assert at == 0
             shutil.rmtree(self.folder / "none")
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "folder"):
             shutil.rmtree(self.folder)
 
 
 @short_and_long({"max_examples": 6, "stateful_step_count": 8}, {"max_examples": 200, "stateful_step_count": 20})
-def test_any_sequence(options: dict[str, Any]) -> None:
+def test_any_sequence(options):
     run_machine(DeltaMachine, **options)

@@ -4,8 +4,6 @@ import copy
 import functools
 import random
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,14 +24,14 @@ from speedtransfer.cli import app
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 
 
-def world(name: str = "adamw lazy", saved: Path | None = None, with_state: bool = False) -> World:
+def world(name="adamw lazy", saved=None, with_state=False):
     made = World(name, with_state)
     if saved is not None:
         made.load(saved)
     return made
 
 
-def test_only_rows_that_differ_are_written(tmp_path: Path) -> None:
+def test_only_rows_that_differ_are_written(tmp_path):
     net = world().net
     mark = st.mark(net)
     with torch.no_grad():
@@ -49,7 +47,7 @@ def test_only_rows_that_differ_are_written(tmp_path: Path) -> None:
     assert len(load_file(tmp_path / "none.safetensors")["0.ids"]) == 0
 
 
-def test_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
+def test_vocabularies_that_do_not_fit(tmp_path):
     one, path = world("vocabulary"), tmp_path / "delta.safetensors"
     mark = one.mark()
     one.net(torch.arange(20))
@@ -66,7 +64,7 @@ def test_vocabularies_that_do_not_fit(tmp_path: Path) -> None:
         assert other.mark().fingerprints == before
 
 
-def refuses(words: str, path: Any, one: World, *mark: Any, error: type[Exception] = InvalidValueError) -> None:
+def refuses(words, path, one, *mark, error=InvalidValueError):
     before = one.digest()
     with pytest.raises(error, match=words or None):
         one.apply(path, *mark)
@@ -74,7 +72,7 @@ def refuses(words: str, path: Any, one: World, *mark: Any, error: type[Exception
 
 
 @pytest.mark.parametrize("name", ["adamw lazy", "vocabulary"])
-def test_gaps_and_repeats_are_refused(name: str, tmp_path: Path) -> None:
+def test_gaps_and_repeats_are_refused(name, tmp_path):
     _, paths = chain(tmp_path, name, with_state=False)
     copy = world(name, tmp_path / "base")
     refuses("begins with other rows of 'emb.weight'.*a delta before it is missing", paths[1], copy)
@@ -85,7 +83,7 @@ def test_gaps_and_repeats_are_refused(name: str, tmp_path: Path) -> None:
     refuses("begins with other rows", paths[2], copy)
 
 
-def test_other_models_are_refused(tmp_path: Path) -> None:
+def test_other_models_are_refused(tmp_path):
     _, paths = chain(tmp_path, with_state=False)
     copy, smaller, wider = world(saved=tmp_path / "base"), world(), world(saved=tmp_path / "base")
     known = copy.apply(paths[0])
@@ -104,7 +102,7 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     refuses("cannot read", tmp_path / "none.safetensors", copy, error=StorageError)
 
 
-def test_a_delta_without_rows_is_missed_too(tmp_path: Path) -> None:
+def test_a_delta_without_rows_is_missed_too(tmp_path):
     one, copy, again, paths = world(), world(), world(), [tmp_path / f"{n}.safetensors" for n in range(5)]
     net, mark = one.net, one.mark()
     assert mark.number == 0
@@ -137,8 +135,8 @@ def test_a_delta_without_rows_is_missed_too(tmp_path: Path) -> None:
     assert copy.digest() == again.digest()
 
 
-def test_a_folder_is_listed(tmp_path: Path) -> None:
-    def listed(*args: str) -> tuple[int, str]:
+def test_a_folder_is_listed(tmp_path):
+    def listed(*args):
         result = CliRunner().invoke(app, ["follow", *args], env={"COLUMNS": "200"})
         return result.exit_code, " ".join(result.output.split())
 
@@ -172,7 +170,7 @@ st.save_delta(out, emb, larger) -> InvalidValueError: since has 30 rows of .* bu
 """
 
 
-def test_what_cannot_be_marked(tmp_path: Path) -> None:
+def test_what_cannot_be_marked(tmp_path):
     odd = nn.Sequential(st.Embedding(4, 2), nn.BatchNorm1d(2))
     odd[1].register_buffer("odd", torch.eye(2).to_sparse())
     names = {"st": st, "nn": nn, "torch": torch, "odd": odd, "emb": st.Embedding(10, 2)}
@@ -189,7 +187,7 @@ def test_what_cannot_be_marked(tmp_path: Path) -> None:
     ("name", "with_state"), [("adamw lazy", False), ("adamw lazy", True), ("vocabulary", False)], ids=str
 )
 @pytest.mark.parametrize("step", few([131, 1], 131))
-def test_damaged_files_are_refused(step: int, name: str, with_state: bool, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(step, name, with_state, tmp_path):
     _, paths = chain(tmp_path, name, with_state)
     copied = functools.partial(world, name, tmp_path / "full0", with_state)
     raw, copy, wanted, damaged = paths[1].read_bytes(), copied(), copied(), tmp_path / "damaged.safetensors"
@@ -223,7 +221,7 @@ def test_damaged_files_are_refused(step: int, name: str, with_state: bool, tmp_p
         assert copy.digest() == before
 
 
-FORGED: dict[str, Any] = {
+FORGED = {
     "0.ids": [
         lambda ids: ids.flip(0),
         lambda ids: ids.clone().index_fill_(0, torch.tensor([1]), int(ids[0])),
@@ -245,7 +243,7 @@ FORGED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, n) for name, some in FORGED.items() for n in range(len(some))])
-def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> None:
+def test_forged_files_are_refused(name, number, tmp_path):
     _, paths = chain(tmp_path, with_state=False)
     tensors = load_file(paths[0])
     tensors[name] = FORGED[name][number](tensors[name]).contiguous()
@@ -260,7 +258,7 @@ MORE = [("adamw lazy", False, 1), ("adamw lazy", True, 19), ("8-bit state exact"
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("name", "with_state", "every"), few(SOME + MORE, *SOME))
-def test_an_apply_that_is_interrupted_is_made_again(name: str, with_state: bool, every: int, tmp_path: Path) -> None:
+def test_an_apply_that_is_interrupted_is_made_again(name, with_state, every, tmp_path):
     _, (_, path, _) = chain(tmp_path, name, with_state)
     copied = functools.partial(world, name, tmp_path / "full0", with_state)
     wanted, counted, before = copied(), Interrupt(), copied().digest()
@@ -287,7 +285,7 @@ def test_an_apply_that_is_interrupted_is_made_again(name: str, with_state: bool,
     assert tried > 1500 / every
 
 
-def test_killed_as_it_saves(tmp_path: Path) -> None:
+def test_killed_as_it_saves(tmp_path):
     one = world()
     mark = one.mark()
     one.steps(1, 1)
@@ -307,8 +305,8 @@ def test_killed_as_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["nothing", "a copy", "a state dict", "a checkpoint of before the first step"])
-def test_deltas_follow_a_checkpoint_of_state_that_no_step_has_taken(before: str, tmp_path: Path) -> None:
-    def make() -> tuple[st.Embedding, torch.optim.Optimizer]:
+def test_deltas_follow_a_checkpoint_of_state_that_no_step_has_taken(before, tmp_path):
+    def make():
         emb = st.Embedding(40, 4, state_dtype=torch.uint8, idle="lazy")
         return emb, torch.optim.AdamW(emb.parameters(), lr=0.05)
 
@@ -334,7 +332,7 @@ def test_deltas_follow_a_checkpoint_of_state_that_no_step_has_taken(before: str,
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_a_save_of_ids_that_were_loaded_before_the_first_step_of_adagrad(background: bool, tmp_path: Path) -> None:
+def test_a_save_of_ids_that_were_loaded_before_the_first_step_of_adagrad(background, tmp_path):
     embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1)) for _ in range(3)]
     optimizer = torch.optim.Adagrad(embs[0].parameters(), lr=0.1)
     embs[0].load_state_dict(copy.deepcopy(embs[1].state_dict()))

@@ -19,7 +19,6 @@ import pytest
 import torch
 import typer
 from markdown_it import MarkdownIt
-from markdown_it.token import Token
 from myst_parser.slugs import github_slugify, unique_slug
 
 from speedtransfer import word2vec
@@ -41,11 +40,11 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "README
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGES[page], re.MULTILINE | re.DOTALL)
 
 
-def commands(page: str) -> list[list[str]]:
+def commands(page):
     lines = (line for block in blocks(page, "bash") for line in block.replace("\\\n", "").splitlines())
     return [argv for line in lines if (argv := shlex.split(line, comments=True))]
 
@@ -94,7 +93,7 @@ def test_moved_script_gives_the_same_numbers(tmp_path, monkeypatch, capsys):
 # --- commands -----------------------------------------------------------------------------------------------------------
 
 
-def ours(page: str) -> list[list[str]]:
+def ours(page):
     return [argv[1:] for argv in commands(page) if argv[0] == "speedtransfer"]
 
 
@@ -165,7 +164,7 @@ def test_commands_exist(page, argv):
         assert argv[:2] in (["git", "clone"], ["cd", "speedtransfer"])
 
 
-def check_target(arguments: list[str]) -> None:
+def check_target(arguments):
     """Check a call of make: the target, and the flags in ARGS by the script that it runs."""
     target, *variables = arguments
     recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
@@ -177,7 +176,7 @@ def check_target(arguments: list[str]) -> None:
             check_flags(scripts[0], shlex.split(value))
 
 
-def check_flags(script: str, arguments: list[str]) -> None:
+def check_flags(script, arguments):
     """Look for the flags in the source of a script, or in the settings that it makes flags of."""
     source = (ROOT / script).read_text(encoding="utf-8")
     for flag in (argument for argument in arguments if argument.startswith("--") and argument != "--help"):
@@ -200,18 +199,18 @@ SOURCES = [path for path in sorted(DOCS.rglob("*.md")) if "_build" not in path.p
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 
 
-def headings(tokens: list[Token]) -> list[tuple[str, str]]:
+def headings(tokens):
     pairs = itertools.pairwise(tokens)
     return [(token.tag, text_of(inline)) for token, inline in pairs if token.type == "heading_open"]
 
 
-def text_of(inline: Token) -> str:
+def text_of(inline):
     return "".join(child.content for child in inline.children or [])
 
 
 @functools.cache
-def anchors(path: Path) -> set[str]:
-    found: set[str] = set()
+def anchors(path):
+    found = set()
     for _, text in headings(MARKDOWN.parse(path.read_text(encoding="utf-8"))):
         found.add(unique_slug(github_slugify(text), found))
     return found
@@ -254,11 +253,11 @@ MOST_BYTES = 150_000  # of a notebook with its outputs: a repository keeps every
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def code_of(path: Path) -> list[nbformat.NotebookNode]:
+def code_of(path):
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
-def convert(path: Path, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def convert(path, folder, **env):
     # A process of its own: the libraries around Jupyter warn of themselves, which is an error in this one.
     config = ROOT / "notebooks" / "nbconvert_config.py"
     argv = [sys.executable, "-m", "nbconvert", "--config", config, "--output-dir", folder, path]

@@ -10,12 +10,11 @@ from cpu_kernels import cpu_kernels
 from engine_cases import interesting_floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding import convert, cuda_codecs
 from speedtransfer.encoding.choice import codec_for, codec_named
-from speedtransfer.encoding.codecs import LOW, SCALE, Blocks8, Cast, Codec, RowInt8
+from speedtransfer.encoding.codecs import LOW, SCALE, Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8, codec_of_planes
 from speedtransfer.encoding.rounding import Keys, write_key
@@ -26,7 +25,7 @@ FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8, "e4m3fn/7", SPLIT24)
 
 
-def codec_of(kind: str, width: int) -> Codec:
+def codec_of(kind, width):
     if kind in ("bfloat16", "float16"):
         return Cast(width, getattr(torch, kind))
     if kind.partition("/")[0] in FLOAT8:
@@ -37,22 +36,22 @@ def codec_of(kind: str, width: int) -> Codec:
     return RowInt8(width) if kind == "int8" else Blocks8(width)
 
 
-def keys_for(count: int, writes: int = 0) -> Keys:
+def keys_for(count, writes=0):
     return Keys(write_key(0, writes, "weight"), torch.arange(count))
 
 
-def there_and_back(codec: Codec, values: Tensor, writes: int | None = None) -> Tensor:
+def there_and_back(codec, values, writes=None):
     return decode_rows(codec, encode_rows(codec, values, None if writes is None else keys_for(len(values), writes)))
 
 
-def normal(rows: int, width: int, seed: int = 0) -> Tensor:
+def normal(rows, width, seed=0):
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 # --- the random bits --------------------------------------------------------------------------------------------------
 
 
-def test_bits_are_these() -> None:
+def test_bits_are_these():
     """Runs go on from a seed and a count in a later version too."""
     keys = Keys(write_key(2**64 - 1, 3, "exp_avg"), torch.tensor([0, 1]))
     assert keys.bits(slice(None), 2).tolist() == [[1430091211, 986296673], [-2020184805, -302782914]]
@@ -61,7 +60,7 @@ def test_bits_are_these() -> None:
 # --- error bounds -----------------------------------------------------------------------------------------------------
 
 
-def largest_of_blocks(codec: Codec, values: Tensor) -> Tensor:
+def largest_of_blocks(codec, values):
     largest = torch.stack([columns.abs().amax(1) for columns in values.split(codec.size, 1)], 1)
     return largest.repeat_interleave(codec.size, 1)[:, : values.shape[1]]
 
@@ -82,7 +81,7 @@ STEPS = {
 @pytest.mark.parametrize("width", [1, 60, 128, 129, 300])
 @pytest.mark.parametrize("sign", ["any", "positive"])
 @pytest.mark.parametrize("kind", STEPS)
-def test_values_are_within_a_step(kind: str, sign: str, width: int) -> None:
+def test_values_are_within_a_step(kind, sign, width):
     """To the nearest within half of it."""
     codec = codec_of(kind, width)
     values = normal(40, width) * torch.logspace(-9, 3, 40)[:, None]
@@ -99,7 +98,7 @@ def test_values_are_within_a_step(kind: str, sign: str, width: int) -> None:
 
 @given(st.lists(st.floats(2.0**-100, 2.0**100, width=32), min_size=1, max_size=40), st.sampled_from([None, 0, 1, 2]))
 @settings(max_examples=60, deadline=None)
-def test_second_moments_never_become_zero(values: list[float], writes: int | None) -> None:
+def test_second_moments_never_become_zero(values, writes):
     row = torch.tensor([values])
     assert (there_and_back(Blocks8(len(values)), row, writes) > 0).all()
 
@@ -113,7 +112,7 @@ CODECS += [BlocksFloat8(96, dtype, 3, scale_dtype) for dtype in FLOAT8.values() 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"{codec.name} {list(codec.parts.values())[-1].dtype}")
 @pytest.mark.parametrize("square", [False, True])
-def test_what_was_stored_stays_bit_for_bit(codec: Codec, square: bool) -> None:
+def test_what_was_stored_stays_bit_for_bit(codec, square):
     """Under scales that are powers of two, too: where their largest code is half of the largest, the scale halves."""
     values = normal(300, 96) * torch.logspace(-18, 15, 300)[:, None]
     values = values.square() if square else values
@@ -126,7 +125,7 @@ def test_what_was_stored_stays_bit_for_bit(codec: Codec, square: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_stored_one_by_one(kind: str) -> None:
+def test_rows_are_stored_one_by_one(kind):
     """A row comes out the same alone and among others, also where the CPU takes some at a time."""
     width, rows = 100, convert._CHUNK // 100 + 10
     values, keys = normal(rows, width), keys_for(rows)
@@ -143,7 +142,7 @@ def test_rows_are_stored_one_by_one(kind: str) -> None:
     assert torch.equal(decode_rows(codec, whole), codec.decode(whole, torch.empty(rows, width)))
 
 
-def awkward(width: int) -> Tensor:
+def awkward(width):
     """Return rows of every size, of zeros, of both signs or one, and with infinities and NaN."""
     values = normal(400, width) * torch.logspace(-44, 38, 400)[:, None]
     values[::3] = values[::3].abs()
@@ -153,18 +152,18 @@ def awkward(width: int) -> Tensor:
     return values
 
 
-def empty_parts(codec: Codec, count: int) -> dict[str, Tensor]:
+def empty_parts(codec, count):
     return {suffix: torch.empty(count, part.width, dtype=part.dtype) for suffix, part in codec.parts.items()}
 
 
-def check_parts(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def check_parts(found, expected):
     for suffix, part in expected.items():
         same_values(found[suffix], part)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 3, 8, 16, 100, 128, 300])
-def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
+def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind, width):
     """Kernels also of rows that begin at any address, where words of 16 bytes cannot be read."""
     compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
     codec = codec_of(kind, width)
@@ -195,7 +194,7 @@ def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind: str, width: in
 LARGEST_24 = (2 - 2.0**-7 + 127 * 2.0**-15) * 2.0**127
 
 
-def of_24_bits(values: Tensor, up: Tensor | None = None) -> Tensor:
+def of_24_bits(values, up=None):
     """Return float32 (n, width) in 24 bits, by arithmetic in float64; `up`: shares of a step from which it is rounded up."""
     wide = values.double()
     step = 2.0 ** (wide.abs().log2().floor().clamp(min=-126) - 15)
@@ -205,7 +204,7 @@ def of_24_bits(values: Tensor, up: Tensor | None = None) -> Tensor:
     return torch.where(wide.isfinite() & (wide != 0), rounded, wide).float()
 
 
-def test_rows_of_24_bits_are_those_of_arithmetic() -> None:
+def test_rows_of_24_bits_are_those_of_arithmetic():
     values = interesting_floats()
     known = ~values.isnan()
     keys = keys_for(len(values))
@@ -218,7 +217,7 @@ def test_rows_of_24_bits_are_those_of_arithmetic() -> None:
         assert found[~known].isnan().all()
 
 
-def test_the_bfloat16_alone_is_the_nearest() -> None:
+def test_the_bfloat16_alone_is_the_nearest():
     """Of two as near it is the larger, where torch has the even one."""
     floats = interesting_floats()
     values = there_and_back(Split24(8), floats[floats.isfinite().all(1)])
@@ -233,7 +232,7 @@ def test_the_bfloat16_alone_is_the_nearest() -> None:
     assert ties.any()
 
 
-def test_any_two_parts_decode_to_one_number_everywhere() -> None:
+def test_any_two_parts_decode_to_one_number_everywhere():
     """Also those that encoding never makes: a write to the bfloat16 alone leaves the others as they were."""
     tops = torch.tensor([0, 1, 2, 0x7F, 0x80, 0x7F7F, 0x7F80, 0x7FC0, 0x3F80], dtype=torch.int32)
     tops = torch.cat([tops, tops - 0x8000]).to(torch.int16).repeat_interleave(256).view(18, 256)
@@ -254,7 +253,7 @@ def test_any_two_parts_decode_to_one_number_everywhere() -> None:
 
 @pytest.mark.parametrize("writes", [None, 0, 5])
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", SPLIT24])
-def test_casts_saturate_and_keep_infinities(kind: str, writes: int | None) -> None:
+def test_casts_saturate_and_keep_infinities(kind, writes):
     largest, inf = LARGEST_24 if kind == SPLIT24 else torch.finfo(getattr(torch, kind)).max, math.inf
     top = torch.finfo(torch.float32).max
     values = torch.tensor([[top, -top, largest * 1.0001, inf, -inf, math.nan, 0.0, -0.0]])
@@ -269,7 +268,7 @@ def test_casts_saturate_and_keep_infinities(kind: str, writes: int | None) -> No
 @pytest.mark.parametrize("writes", [None, 0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", ["int8", "float8", *FLOAT8])
-def test_what_shares_a_scale_with_such_a_number_is_lost_and_says_so(kind: str, bad: float, writes: int | None) -> None:
+def test_what_shares_a_scale_with_such_a_number_is_lost_and_says_so(kind, bad, writes):
     values = normal(4, 200)
     values[1, 3] = bad
     parts = encode_rows(codec_of(kind, 200), values, None if writes is None else keys_for(4, writes))
@@ -281,7 +280,7 @@ def test_what_shares_a_scale_with_such_a_number_is_lost_and_says_so(kind: str, b
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_near_the_ends_of_float32(kind: str) -> None:
+def test_numbers_near_the_ends_of_float32(kind):
     top, tiny = torch.finfo(torch.float32).max, 2.0**-149
     values = torch.tensor([[top, -top, 1.0], [tiny, -3 * tiny, 0.0], [tiny, top, 0]])
     for writes in (None, 0, 1):
@@ -300,7 +299,7 @@ UNBIASED = [*SUBNORMAL.items(), *((kind, 1.0) for kind in ("bfloat16", SPLIT24, 
 
 
 @pytest.mark.parametrize(("kind", "factor"), [*UNBIASED, ("positive float8", 1.0)])
-def test_rounding_is_unbiased(kind: str, factor: float) -> None:
+def test_rounding_is_unbiased(kind, factor):
     width = 48
     values = normal(1, width) * factor
     # Also below the smallest code; without a negative one down to it.
@@ -325,11 +324,11 @@ def test_rounding_is_unbiased(kind: str, factor: float) -> None:
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
-def codes(parts: dict[str, Tensor]) -> Tensor:
+def codes(parts):
     return parts[""].view(torch.uint8)
 
 
-def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+def stored_rows(dtype, blocks, scale_dtype):
     """Return rows with every code, under scales of every size and sign."""
     codes = torch.stack([torch.arange(256).roll(shift) for shift in range(40)]).to(torch.uint8)
     scales = (2.0 ** torch.arange(-100, 100, 5, dtype=torch.float64))[:, None] * torch.arange(1, blocks + 1)
@@ -345,7 +344,7 @@ def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> di
 @pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("blocks", [1, 2, 8, 256])
-def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dtype, blocks: int) -> None:
+def test_every_code_under_every_scale(dtype, scale_dtype, blocks):
     """By torch, by numba and by the kernel."""
     parts = stored_rows(dtype, blocks, scale_dtype)
     codec = codec_of_planes(256, dtype, blocks, scale_dtype)
@@ -364,7 +363,7 @@ def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
 @pytest.mark.parametrize(("width", "block"), [(1, None), (7, 3), (131, None), (300, 300)])
-def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, block: int | None) -> None:
+def test_to_the_nearest_is_the_cast_of_torch(dtype, width, block):
     values = normal(90, width) * torch.logspace(-30, 30, 90)[:, None]
     values[::4] *= torch.logspace(0, -7, width)  # as far as below the smallest code
     values[3] = 0.0
@@ -384,7 +383,7 @@ def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, blo
 
 
 @pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
-def test_scales_in_fewer_bits_are_powers_of_two_that_clip_nothing(dtype: torch.dtype) -> None:
+def test_scales_in_fewer_bits_are_powers_of_two_that_clip_nothing(dtype):
     values = normal(100, 64) * torch.logspace(-20, 20, 100)[:, None]
     for scale_dtype in SCALE_DTYPES[1:]:
         codec = BlocksFloat8(64, dtype, 2, scale_dtype)
@@ -399,7 +398,7 @@ def test_scales_in_fewer_bits_are_powers_of_two_that_clip_nothing(dtype: torch.d
 # --- which codec ------------------------------------------------------------------------------------------------------
 
 
-def test_names_say_all_that_a_checkpoint_must_know() -> None:
+def test_names_say_all_that_a_checkpoint_must_know():
     for width in (0, 1, 7, 96, 300):
         for dtype in FLOAT8.values():
             for scale_dtype in SCALE_DTYPES:
@@ -413,7 +412,7 @@ def test_names_say_all_that_a_checkpoint_must_know() -> None:
             codec_named(name, 300)
 
 
-def test_layouts() -> None:
+def test_layouts():
     """Blocks are as even as can be."""
     assert Blocks8(300).parts == {"": (300, torch.uint8), SCALE: (3, torch.float32)}
     assert RowInt8(300).parts == {"": (300, torch.int8), SCALE: (1, torch.float32)}

@@ -1,11 +1,9 @@
 """Every error is ours and the standard one; helpers that make messages; what people get wrong in their first hour."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 from torch import nn
 
 import speedtransfer as st
@@ -26,7 +24,7 @@ STANDARD = {
 
 
 @pytest.mark.parametrize("name", STANDARD)
-def test_is_ours_and_the_standard_one(name: str) -> None:
+def test_is_ours_and_the_standard_one(name):
     error, standard = getattr(errors, name), STANDARD[name]
     assert issubclass(error, errors.SpeedtransferError)
     assert [kind for kind in set(STANDARD.values()) if issubclass(error, kind)] == [standard]
@@ -41,7 +39,7 @@ def test_is_ours_and_the_standard_one(name: str) -> None:
         assert str(error(text)) == str(UnknownWordError(text)) == shown.replace(r"\n", "\n")
 
 
-SIZES: list[tuple[Any, int, str]] = [
+SIZES = [
     (-1, 0, "rows is -1 but must be at least 0; pass 0 or more"),
     (0, 1, "rows is 0 but must be at least 1; pass 1 or more"),
     (2**63, 0, "rows is 9223372036854775808 but must be below 2**63; pass a smaller rows"),
@@ -50,7 +48,7 @@ SIZES: list[tuple[Any, int, str]] = [
 ]  # fmt: skip
 
 
-def test_check_size() -> None:
+def test_check_size():
     for value in (5, np.int8(5), np.uint64(5), torch.tensor(5), np.array(5)):
         assert check_size(value, "rows") == 5
         assert type(check_size(value, "rows")) is int
@@ -80,7 +78,7 @@ META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 
 
-def with_vocabulary(ids: Any) -> Any:
+def with_vocabulary(ids):
     return st.Embedding(10, 4, vocabulary=st.Vocabulary())(ids)
 
 
@@ -128,13 +126,13 @@ st.replace_embeddings([META]) -> InvalidTypeError: model is a list but must be a
 
 
 @pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
-def test_wrong_arguments(refusal: Refusal) -> None:
+def test_wrong_arguments(refusal):
     if "pinned" in refusal.call and torch.cuda.is_available():
         pytest.skip("pinned memory works here")
     check_refused(refusal, st=st, nn=nn, torch=torch, META=META, SPARSE=SPARSE, with_vocabulary=with_vocabulary)
 
 
-def test_arguments_of_torch_are_refused_by_torch() -> None:
+def test_arguments_of_torch_are_refused_by_torch():
     for fill in (
         lambda weight: nn.init.uniform_(weight, "0"),
         lambda weight: nn.init.normal_(weight, 0.0, -1.0),

@@ -23,7 +23,7 @@ TINY = "--steps 9 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --a
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
+def text(tmp_path_factory):
     """A few hundred words of seventy, a document a line."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     draw = torch.Generator().manual_seed(0)

@@ -5,9 +5,7 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from speedtransfer.word2vec.evaluation import load_set
 # --- files elsewhere, pipes and pickles ---------------------------------------------------------------------------------
 
 
-def test_a_manifest_that_names_files_elsewhere(tmp_path: Path) -> None:
+def test_a_manifest_that_names_files_elsewhere(tmp_path):
     """Neither read nor removed."""
     victims = tmp_path / "victim.txt", tmp_path / "other" / "v"
     victims[1].parent.mkdir()
@@ -38,7 +36,7 @@ def test_a_manifest_that_names_files_elsewhere(tmp_path: Path) -> None:
     st.save_checkpoint(folder, model, torch.optim.SGD(model.parameters()), extra=extra)
     checkpoints = Checkpoints(folder, Settings(), overwrite=True)
 
-    def change(content: Any) -> None:
+    def change(content):
         content["files"]["model"]["name"] = "../victim.txt"
         content["files"]["objects"]["name"] = str(victims[1])
 
@@ -50,7 +48,7 @@ def test_a_manifest_that_names_files_elsewhere(tmp_path: Path) -> None:
     assert not (folder / "manifest.json").exists()
 
 
-READERS: dict[str, Callable[[str], Any]] = {
+READERS = {
     "x.safetensors": st.Table.open,
     "x.npy": st.Table.load,
     "y.safetensors": lambda path: st.Table.load(path, memory="mmap", writable=True),
@@ -69,7 +67,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
-def test_a_pipe_is_not_waited_for_and_not_replaced(tmp_path: Path) -> None:
+def test_a_pipe_is_not_waited_for_and_not_replaced(tmp_path):
     for name, read in READERS.items():
         os.mkfifo(tmp_path / name)
         with pytest.raises(StorageError, match=r"^'[^']*' is a pipe, not a file; copy"):
@@ -78,7 +76,7 @@ def test_a_pipe_is_not_waited_for_and_not_replaced(tmp_path: Path) -> None:
         st.Table(2, 2, memory="pageable").save(tmp_path / "x.safetensors")
 
 
-def test_an_index_of_files_elsewhere(tmp_path: Path) -> None:
+def test_an_index_of_files_elsewhere(tmp_path):
     secret, folder = tmp_path / "private.safetensors", tmp_path / "downloaded"
     folder.mkdir()
     save_file({"x": torch.ones(4, 4)}, secret)
@@ -93,14 +91,14 @@ def test_an_index_of_files_elsewhere(tmp_path: Path) -> None:
 
 
 class Runs:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_in_a_folder_is_not_opened(tmp_path: Path) -> None:
+def test_a_pickle_in_a_folder_is_not_opened(tmp_path):
     marker, folder = tmp_path / "ran", tmp_path / "run"
     folder.mkdir()
     (folder / "vectors.kv").write_bytes(pickle.dumps(Runs(marker)))
@@ -117,7 +115,7 @@ def test_a_pickle_in_a_folder_is_not_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "head"), [("v.txt.gz", b"1 1\na "), ("v.glove.gz", b"a "), ("v.vec.gz", b"1 9\nb ")])
-def test_a_line_without_an_end(name: str, head: bytes, tmp_path: Path) -> None:
+def test_a_line_without_an_end(name, head, tmp_path):
     with gzip.open(tmp_path / name, "wb") as file:
         file.write(head)
         for _ in range(20):
@@ -126,7 +124,7 @@ def test_a_line_without_an_end(name: str, head: bytes, tmp_path: Path) -> None:
         Vectors.load(tmp_path / name)
 
 
-def test_json_of_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_of_brackets(tmp_path, monkeypatch):
     monkeypatch.setattr("speedtransfer.untrusted.MAX_JSON_VALUES", 1000)
     body = b'{"a":[' + b"[]," * 600 + b"[]]}"
     (tmp_path / "x.safetensors").write_bytes(len(body).to_bytes(8, "little") + body + b"\0" * 8)
@@ -143,9 +141,7 @@ GOOD = {"direction": "gather", "row_bytes": 64, "num_rows": 10, "seconds": {"hos
 
 
 @pytest.mark.parametrize("change", [{"num_rows": 10**400}, {"seconds": {"\x1b[31m": 1.0}}, {"direction": []}], ids=str)
-def test_a_damaged_calibration_is_left_out(
-    change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_calibration_is_left_out(change, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path))
     machine = calibration.machine_of(torch.device("cpu"))
     data = {"machine": machine, "copy_bytes_per_s": 1.0, "points": [GOOD]}
@@ -157,7 +153,7 @@ def test_a_damaged_calibration_is_left_out(
     assert "is left out" in record.getMessage()
 
 
-def written(folder: Path) -> dict[str, bytes]:
+def written(folder):
     """A file of each format that rows or vectors are read from."""
     vectors = Vectors(["a", "b\u00e9", "c"], np.arange(12, dtype=np.float32).reshape(3, 4), np.array([3, 2, 1]))
     for suffix in (".txt", ".bin", ".glove", ".safetensors"):
@@ -169,7 +165,7 @@ def written(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("count", "seed"), [(150, 1), pytest.param(20_000, 100, marks=pytest.mark.slow)])
-def test_damaged_files_of_rows_and_vectors(count: int, seed: int, tmp_path: Path) -> None:
+def test_damaged_files_of_rows_and_vectors(count, seed, tmp_path):
     good, rng = written(tmp_path), random.Random(seed)
     for _ in range(count):
         name = rng.choice(sorted(good))

@@ -6,16 +6,13 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: F401 - statements use it
 from cases import take_step
 from in_child import FORKS, in_child, plain
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import DeviceError, SpeedtransferError
@@ -25,7 +22,7 @@ from speedtransfer.tables import forks
 pytestmark = FORKS
 ROWS, DIM = 60, 4
 EVERY = torch.arange(ROWS)
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "plain": {},
     "cached": {"cache_rows": 10, "layout": "rows"},
     "int8": {"storage_dtype": torch.int8},
@@ -37,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 class Training:
     """A model that trains, most of whose rows have missed steps."""
 
-    def __init__(self, memory: str, folder: Path, **options: Any) -> None:
+    def __init__(self, memory, folder, **options):
         torch.manual_seed(0)
         self.path = folder / f"{memory}.safetensors"
         path = self.path if memory == "mmap" else None
@@ -50,16 +47,16 @@ class Training:
         # Names the weight.
         self.model.state_dict(keep_vars=True)
 
-    def step(self, ids: Tensor) -> None:
+    def step(self, ids):
         take_step(self.opt, self.emb(ids).sin().sum())
 
-    def stored(self) -> list[Tensor]:
+    def stored(self):
         table = self.emb.table
         table.wait()
         return [table.stored(name).clone().view(torch.uint8) for name in table.planes]
 
 
-def checkpoint(run: Training) -> Any:
+def checkpoint(run):
     model = nn.ModuleDict({"emb": nn.Embedding(ROWS, DIM)})
     path, opt = run.path.with_name("checkpoint"), torch.optim.AdamW(model.parameters())
     st.save_checkpoint(path, run.model, run.opt)
@@ -67,13 +64,13 @@ def checkpoint(run: Training) -> Any:
     return model["emb"].weight.detach(), opt.state_dict()["state"]
 
 
-def saved(run: Training) -> Tensor:
+def saved(run):
     path = run.path.with_name("saved.safetensors")
     run.emb.table.save(path)
     return st.Table.load(path, memory="pageable").torch()
 
 
-def trained_copy(run: Training) -> Tensor:
+def trained_copy(run):
     twin = copy.deepcopy(run.emb)
     with torch.enable_grad():
         twin(torch.tensor([1, 2])).sum().backward()
@@ -82,7 +79,7 @@ def trained_copy(run: Training) -> Tensor:
 
 
 @torch.no_grad()
-def done(statement: str, run: Training) -> Any:
+def done(statement, run):
     parts = {"run": run, "model": run.model, "emb": run.emb, "weight": run.emb.weight, "table": run.emb.table}
     return eval(statement, globals() | parts)
 
@@ -112,8 +109,8 @@ ROUNDED = ("weight[50]", "torch.enable_grad", "F.embedding", "emb(emb", "trained
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_child_reads_what_it_would_of_its_own_copy(tmp_path: Path, kind: str) -> None:
-    def read(run: Training) -> Any:
+def test_a_child_reads_what_it_would_of_its_own_copy(tmp_path, kind):
+    def read(run):
         # NumPy has no bfloat16.
         reads = [statement for statement in READS if kind != "split24" or "numpy" not in statement]
         return {statement: plain(done(statement, run)) for statement in reads}
@@ -127,7 +124,7 @@ def test_a_child_reads_what_it_would_of_its_own_copy(tmp_path: Path, kind: str) 
         torch.testing.assert_close(values, want[name], rtol=0, atol=margin, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def backward(run: Training) -> None:
+def backward(run):
     with torch.enable_grad():
         run.emb(EVERY[:2]).sum().backward()
 
@@ -158,11 +155,11 @@ F.embedding(EVERY, weight, max_norm=0.01)
 """.strip().splitlines()
 
 
-def test_a_child_writes_to_nothing(tmp_path: Path) -> None:
+def test_a_child_writes_to_nothing(tmp_path):
     run = Training("mmap", tmp_path)
     before = run.stored()
 
-    def refusals() -> dict[str, str]:
+    def refusals():
         found = {}
         for statement in WRITES:
             try:
@@ -177,11 +174,11 @@ def test_a_child_writes_to_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
 
 
-later: list[Any] = []
+later = []
 
 
 @contextlib.contextmanager
-def reading_later(read: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+def reading_later(read):
     """Fork a child, and yield what has it read; what it has read is then in `later`."""
     (go, tell), (reading, writing) = os.pipe(), os.pipe()
     child = os.fork()
@@ -197,7 +194,7 @@ def reading_later(read: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
     os.waitpid(child, 0)
 
 
-def test_rows_that_the_parent_has_written_since(tmp_path: Path) -> None:
+def test_rows_that_the_parent_has_written_since(tmp_path):
     """They are newer than the clock of the child, which gives them no steps; others are as of the fork."""
     run = Training("mmap", tmp_path)
     weight, written = run.emb.weight, torch.tensor([7, 50])
@@ -211,7 +208,7 @@ def test_rows_that_the_parent_has_written_since(tmp_path: Path) -> None:
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_a_row_that_the_parent_is_writing(tmp_path: Path) -> None:
+def test_a_row_that_the_parent_is_writing(tmp_path):
     """Its new weight must not be given the steps that the row had missed until then."""
     run = Training("mmap", tmp_path)
     table, row, new = run.emb.table, torch.tensor([50]), torch.full((1, DIM), 2.0)
@@ -226,7 +223,7 @@ def test_a_row_that_the_parent_is_writing(tmp_path: Path) -> None:
     assert (later.pop() == 2).all()
 
 
-def test_a_child_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_does_not_wait_for_ever(tmp_path, monkeypatch):
     """Its parent may have been killed while it wrote."""
     run = Training("mmap", tmp_path)
     monkeypatch.setattr(forks, "_PATIENCE_S", 0.01)
@@ -242,8 +239,8 @@ def test_a_child_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
 # --- modules ----------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_child_makes_is_its_own(tmp_path: Path) -> None:
-    def train() -> Any:
+def test_what_a_child_makes_is_its_own(tmp_path):
+    def train():
         run = Training("mmap", tmp_path)
         run.emb.table[[1]] = torch.ones(1, DIM)
         # A child of the child shares it.
@@ -255,7 +252,7 @@ def test_what_a_child_makes_is_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_weight_in_shared_memory(taken: bool) -> None:
+def test_a_weight_in_shared_memory(taken):
     """torch shares it, whatever the memory of the table is called."""
     torch.manual_seed(0)
     weight = torch.randn(ROWS, DIM).share_memory_()
@@ -273,7 +270,7 @@ def test_a_weight_in_shared_memory(taken: bool) -> None:
         in_child(lambda: emb.weight.data.zero_())
 
 
-def test_ids_that_the_parent_forgets(tmp_path: Path) -> None:
+def test_ids_that_the_parent_forgets(tmp_path):
     """Their rows may be those of other ids by now."""
     words, ids = st.Vocabulary(max_capacity=8, evict="lru"), torch.arange(100, 106)
     emb = st.Embedding(8, DIM, memory="mmap", path=tmp_path / "t.npy", vocabulary=words)

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from speedtransfer.optim.probe import outcomes
 
 Make = Callable[[Any], Optimizer]
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "sgd": lambda params: SGD(params, 0.1),
     "sgd-maximize": lambda params: SGD(params, 0.1, weight_decay=0.03, maximize=True),
     "sgd-momentum": lambda params: SGD(params, 0.1, momentum=0.9),
@@ -44,20 +44,20 @@ fuses = pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT",
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(monkeypatch):
     """Run the kernel on the CPU; return a list as long as there were launches."""
     launch_by_cpu(monkeypatch, cache_kernels)
     return launch_by_cpu(monkeypatch, fused_step)
 
 
 @pytest.fixture
-def exact_roots(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_roots(monkeypatch):
     """Round square roots as CUDA and IEEE do: torch takes those of the MKL, whose last bit may be another."""
     monkeypatch.setattr(Tensor, "sqrt", lambda values: torch.from_numpy(np.sqrt(values.detach().numpy())))
 
 
 @pytest.fixture
-def switched_on(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def switched_on(launches, monkeypatch):
     """Let tables on the CPU take the fused way; return the launches so far, those of the check left out."""
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(HostEngine, "runs_kernels", True)
@@ -69,7 +69,7 @@ def switched_on(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[An
     return launches
 
 
-def bits(values: Tensor) -> Tensor:
+def bits(values):
     return values.detach().contiguous().view(torch.int32)
 
 
@@ -77,13 +77,13 @@ def bits(values: Tensor) -> Tensor:
 @pytest.mark.sweep("name")
 @pytest.mark.parametrize("width", [1, 4, 7, 64])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_kernel_against_torch(name: str, width: int, launches: list[Any], exact_roots: None) -> None:
+def test_the_kernel_against_torch(name, width, launches, exact_roots):
     """From any values of weights and state; every other step takes state that was read along, and notes its number."""
     torch.manual_seed(width)
     dense = nn.Parameter(torch.randn(NUM_ROWS, width))
     optimizer = OPTIMIZERS[name]([dense])
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
-    planes: dict[str, Tensor] = {}
+    planes = {}
     # Rows further apart than they are wide, and not where lanes of 16 bytes could be moved.
     stored = torch.full((NUM_ROWS, width + 3), 7.0)
     weight = stored[:, 1 : width + 1]
@@ -122,9 +122,7 @@ def test_the_kernel_against_torch(name: str, width: int, launches: list[Any], ex
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
 @pytest.mark.parametrize("number", [0.0, 1.0, 12.0, 1e4, 2.0**24])
-def test_corrections_made_by_the_kernel(
-    number: float, betas: Any, launches: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_corrections_made_by_the_kernel(number, betas, launches, monkeypatch):
     """Where the number of the step is on the device: the same from the first step to the last that float32 can count."""
     torch.manual_seed(0)
     (group,) = Adam([nn.Parameter(torch.zeros(1))], 0.1, betas).param_groups
@@ -143,14 +141,14 @@ def test_corrections_made_by_the_kernel(
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
-def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_notices_a_wrong_kernel(launches, monkeypatch):
     cpu = torch.device("cpu")
     assert fused_step._check(cpu)
     launch = fused_step.launch_over
     for wrong in range(12):
         calls = iter(range(99))
 
-        def spoilt(*args: Any, wrong: int = wrong, calls: Iterator[int] = calls, **given: Any) -> None:
+        def spoilt(*args, wrong=wrong, calls=calls, **given):
             if next(calls) != wrong:
                 launch(*args, **given)
 
@@ -161,7 +159,7 @@ def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pyte
 # --- whole trainings ----------------------------------------------------------------------------------------------------
 
 
-def twins(make: Make, **options: Any) -> Twins:
+def twins(make, **options):
     # A trial of the optimizer makes the first step read its rows again.
     outcomes._known.clear()
     return Twins(make, num_rows=NUM_ROWS, size=8, **options)
@@ -172,9 +170,7 @@ def twins(make: Make, **options: Any) -> Twins:
 @pytest.mark.parametrize("cached", CACHED)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_has_the_bits_of_torch(
-    name: str, idle: str, cached: dict[str, Any], switched_on: list[Any], exact_roots: None
-) -> None:
+def test_a_training_has_the_bits_of_torch(name, idle, cached, switched_on, exact_roots):
     pair = twins(OPTIMIZERS[name], idle=idle, **cached)
     pair.train(pair.batches(12), *pair.schedulers(lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.97**step)))
     pair.assert_same()
@@ -183,7 +179,7 @@ def test_a_training_has_the_bits_of_torch(
 
 
 @fuses
-def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: None) -> None:
+def test_beside_other_parameters_and_hooks(switched_on, exact_roots):
     pair, seen = twins(OPTIMIZERS["adam"]), ([], [])
     for module, optimizer, weights in zip(pair.modules, pair.optimizers, seen, strict=True):
         torch.manual_seed(5)
@@ -200,9 +196,7 @@ def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: 
 
 @pytest.mark.parametrize("cached", CACHED[::2])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_it_counts_as_the_ordinary_way(
-    idle: str, cached: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_counts_as_the_ordinary_way(idle, cached, switched_on, monkeypatch):
     counted = []
     for switch in ("1", "0"):
         monkeypatch.setenv(SWITCH, switch)
@@ -213,7 +207,7 @@ def test_it_counts_as_the_ordinary_way(
     assert len(switched_on) == 5
 
 
-def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> None:
+def test_the_rows_of_a_lookup_become_the_new_ones(switched_on):
     pair = twins(OPTIMIZERS["adam"])
     pair.train(pair.batches(12))
     pair.opt.zero_grad()
@@ -228,7 +222,7 @@ def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> Non
     assert len(switched_on) == 12
 
 
-ORDINARY: dict[str, tuple[Make, dict[str, Any]]] = {
+ORDINARY = {
     "subclass": (type("Mine", (Adam,), {}), {}),
     "lr-tensor": (lambda params: Adam(params, torch.tensor(0.01)), {}),
     "double": (Adam, {"dtype": torch.float64}),
@@ -238,19 +232,19 @@ ORDINARY: dict[str, tuple[Make, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ORDINARY)
-def test_the_ordinary_way(name: str, switched_on: list[Any]) -> None:
+def test_the_ordinary_way(name, switched_on):
     make, options = ORDINARY[name]
     pair = twins(make, **options)
     pair.train(pair.batches(6))
     assert switched_on == []
 
 
-def a_step_of_somebody_else(patch: pytest.MonkeyPatch, seen: list[Any]) -> None:
+def a_step_of_somebody_else(patch, seen):
     before = Adam.step
     patch.setattr(Adam, "step", functools.wraps(before)(lambda *args: (seen.append(1), before(*args))[1]))
 
 
-KEEPS: list[tuple[Callable[..., Any], int]] = [
+KEEPS = [
     (lambda patch, seen: patch.setenv(SWITCH, "0"), 0),
     (lambda patch, seen: patch.setattr(fused_step, "is_capturing", lambda: True), 0),
     (lambda patch, seen: patch.setattr(fused_step, "is_trusted", lambda *args: False), 0),
@@ -261,9 +255,9 @@ KEEPS: list[tuple[Callable[..., Any], int]] = [
 
 
 @pytest.mark.parametrize(("what", "calls"), KEEPS)
-def test_what_keeps_it_from_the_kernel(what: Any, calls: int, switched_on: list[Any]) -> None:
+def test_what_keeps_it_from_the_kernel(what, calls, switched_on):
     """What would look at the rows meanwhile, too."""
-    seen: list[Any] = []
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
         hook = what(patch, seen)
         pair = twins(OPTIMIZERS["adam"])
@@ -281,9 +275,7 @@ SWITCHED += [(name, "weight_decay", "exact") for name in ("adam", "sgd")]
 
 @fuses
 @pytest.mark.parametrize(("name", "key", "idle"), SWITCHED)
-def test_a_hyperparameter_switched_off_and_on(
-    name: str, key: str, idle: str, switched_on: list[Any], exact_roots: None
-) -> None:
+def test_a_hyperparameter_switched_off_and_on(name, key, idle, switched_on, exact_roots):
     """Rows of idle="exact" catch up before steps of another kind; those of SGD miss none as long as it is nothing but that."""
     pair = twins(OPTIMIZERS[name], idle=idle)
     for number, batch in enumerate(pair.batches(12)):
@@ -297,9 +289,7 @@ def test_a_hyperparameter_switched_off_and_on(
 
 @pytest.mark.parametrize("error", [DeviceError, ValueError])
 @pytest.mark.parametrize("options", [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "exact", "cache_rows": 9}], ids=str)
-def test_a_step_that_fails(
-    error: type[Exception], options: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails(error, options, switched_on, monkeypatch):
     """It leaves the table, the state and the gradient as they were, and can be made again."""
 
     pair = twins(OPTIMIZERS["adam"], **options)
@@ -308,7 +298,7 @@ def test_a_step_that_fails(
     pair.backward(*pair.batches(1, seed=1)[0])
     emb, optimizer = pair.ours, pair.opt
 
-    def everything() -> list[Tensor]:
+    def everything():
         state = optimizer.state_dict()["state"][0]
         return [emb.table.torch().clone(), emb.weight.grad.to_dense().clone(), *copy.deepcopy(state).values()]
 

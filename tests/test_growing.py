@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -16,7 +15,7 @@ import torch
 from cases import raising, refused, take_step
 from forked import run_script
 from lazy_oracle import squared_loss
-from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
+from optimizer_cases import ALL, COUPLED, case_named, some
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
@@ -31,11 +30,11 @@ SIZES = (5, 9, 30)
 Make = Callable[[int], st.Table]
 
 
-def pageable(num_rows: int, **options: Any) -> st.Table:
+def pageable(num_rows, **options):
     return st.Table(num_rows, DIM, memory="pageable", max_rows=1000, **options)
 
 
-def embedding(table: st.Table, idle: str = "lazy", **options: Any) -> st.Embedding:
+def embedding(table, idle="lazy", **options):
     """Return an embedding of `table` with weights in its first rows only."""
     # Of the weights, and of stochastic rounding.
     torch.manual_seed(1)
@@ -44,7 +43,7 @@ def embedding(table: st.Table, idle: str = "lazy", **options: Any) -> st.Embeddi
     return emb
 
 
-def train(emb: st.Embedding, opt: torch.optim.Optimizer, reach: int, steps: int = 5) -> None:
+def train(emb, opt, reach, steps=5):
     """Train on some of the first `reach` rows, and on the last of them in the first step."""
     generator = torch.Generator().manual_seed(reach)
     for step in range(steps):
@@ -54,7 +53,7 @@ def train(emb: st.Embedding, opt: torch.optim.Optimizer, reach: int, steps: int 
         take_step(opt, squared_loss(emb(ids), torch.randn(4, DIM, generator=generator)))
 
 
-def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> None:
+def assert_grows(make, case, idle, **options):
     grown, whole = embedding(make(SIZES[0]), idle, **options), embedding(make(SIZES[-1]), idle, **options)
     opts = [case.make(emb.parameters()) for emb in (grown, whole)]
     for size in SIZES:
@@ -71,18 +70,18 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", some([*ALL, *COUPLED]), ids=str)
-def test_training(case: OptimizerCase, idle: str) -> None:
+def test_training(case, idle):
     assert_grows(pageable, case, idle)
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8, torch.float8_e4m3fn, "split24"], ids=str)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_encoded_rows(storage: Any, idle: str) -> None:
+def test_encoded_rows(storage, idle):
     options = {"storage_dtype": storage, "state_dtype": torch.bfloat16 if idle == "lazy" else torch.uint8}
     assert_grows(lambda rows: pageable(rows, dtype=dtype_of(storage)), case_named("adamw"), idle, **options)
 
 
-def test_a_pending_gradient_stays() -> None:
+def test_a_pending_gradient_stays():
     results = []
     for sizes in ((5, 9, 12), (12, 12, 12)):
         emb = embedding(pageable(sizes[0]))
@@ -105,7 +104,7 @@ def test_a_pending_gradient_stays() -> None:
 
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap"])
-def test_what_shows_the_weight_and_its_state_grows(memory: Any, tmp_path: Path) -> None:
+def test_what_shows_the_weight_and_its_state_grows(memory, tmp_path):
     path = tmp_path if memory == "mmap" else None
     emb = embedding(st.Table(5, DIM, memory=memory, path=path, device="cpu", max_rows=40), "exact")
     opt = case_named("adamw").make(emb.parameters())
@@ -131,7 +130,7 @@ def test_what_shows_the_weight_and_its_state_grows(memory: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
-def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
+def test_one_number_of_rows_everywhere(kind, tmp_path):
     emb = kind.from_pretrained(pageable(10), freeze=False)
     models = [torch.nn.Sequential(emb), torch.nn.Sequential(kind(15, DIM))]
     opts = [torch.optim.Adam(model.parameters()) for model in models]
@@ -149,12 +148,12 @@ def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(models[0][0].weight, models[1][0].weight)
 
 
-def test_a_running_step_does_not_grow() -> None:
+def test_a_running_step_does_not_grow():
     emb = embedding(pageable(5))
     opt = case_named("adamw").make(emb.parameters())
     handle = emb._handle
     # Torch calls it before the hooks after a step.
-    opt._optimizer_step_code = lambda: handle.grow(8)  # type: ignore[method-assign]
+    opt._optimizer_step_code = lambda: handle.grow(8)
     with pytest.raises(OptimizerError, match="cannot grow to 8 rows while an optimizer steps"):
         train(emb, opt, 5)
     assert emb.weight.shape == (5, DIM)
@@ -166,13 +165,13 @@ def test_a_running_step_does_not_grow() -> None:
 SUFFIXES = pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 
 
-def read(path: Path) -> torch.Tensor:
+def read(path):
     if path.suffix == ".npy":
         return torch.from_numpy(np.load(path))
     return safetensors.torch.load_file(path)["weight"]
 
 
-def filled(path: Path | None = None, **options: Any) -> st.Table:
+def filled(path=None, **options):
     memory = "pageable" if path is None else "mmap"
     table = st.Table(5, 4, memory=memory, path=path, **{"max_rows": 2**40, **options})
     table.add_plane("m", 3, fill=0.5)
@@ -181,7 +180,7 @@ def filled(path: Path | None = None, **options: Any) -> st.Table:
 
 
 @pytest.mark.skipif(not reserved.AVAILABLE, reason="addresses cannot be reserved here")
-def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch):
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(16 << 30))
     table = filled()
     table.add_plane("large", 1000)
@@ -198,7 +197,7 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
 
 
-def test_a_file_that_has_come_to_its_place_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_has_come_to_its_place_is_left_alone(tmp_path):
     path = tmp_path / "table.npy"
     table = filled(path)
     path.rename(tmp_path / "moved.npy")
@@ -215,7 +214,7 @@ def test_a_file_that_has_come_to_its_place_is_left_alone(tmp_path: Path) -> None
     assert table.torch()[:5].equal(rows)
 
 
-def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_may_change(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     table, opened = filled(Path("table.npy")), st.Table.load("table.npy", memory="mmap")
@@ -231,7 +230,7 @@ def test_the_current_folder_may_change(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @SUFFIXES
-def test_other_programs_read_the_file(tmp_path: Path, suffix: str) -> None:
+def test_other_programs_read_the_file(tmp_path, suffix):
     path = tmp_path / f"table{suffix}"
     table = filled(path)
     view = table.torch()
@@ -247,7 +246,7 @@ def test_other_programs_read_the_file(tmp_path: Path, suffix: str) -> None:
 
 @SUFFIXES
 @pytest.mark.parametrize("growing", [True, False])
-def test_a_saved_table_grows_when_it_is_opened_again(tmp_path: Path, suffix: str, growing: bool) -> None:
+def test_a_saved_table_grows_when_it_is_opened_again(tmp_path, suffix, growing):
     path = tmp_path / f"table{suffix}"
     filled(max_rows=100 if growing else None).save(path)
     table = st.Table.load(path, memory="mmap", writable=True, max_rows=10**12)
@@ -266,7 +265,7 @@ def test_a_saved_table_grows_when_it_is_opened_again(tmp_path: Path, suffix: str
         ([("x" * 5000, (30,)), ("weight", (5, 4))], 6, None),
     ],
 )
-def test_files_that_others_made(tmp_path: Path, entries: Any, rows: int, message: str | None) -> None:
+def test_files_that_others_made(tmp_path, entries, rows, message):
     path = tmp_path / "table.safetensors"
     header = safetensors_io.make_header([(name, torch.float32, shape) for name, shape in entries])
     size = max(entry["data_offsets"][1] for entry in header.values())
@@ -295,7 +294,7 @@ BROKEN = {
 
 @SUFFIXES
 @pytest.mark.parametrize("broken", BROKEN)
-def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_is_undone(tmp_path, suffix, broken, monkeypatch):
     path = tmp_path / f"table{suffix}"
     table = filled(path)
     before = path.read_bytes()
@@ -355,7 +354,7 @@ print(line)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize("suffix", [pytest.param(".npy", marks=pytest.mark.slow), ".safetensors"])
-def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
+def test_a_kill_leaves_a_whole_file(tmp_path, suffix):
     done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix)))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50
@@ -370,7 +369,7 @@ st.Table.load(sys.argv[1], memory="mmap", writable=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks")
-def test_another_process_cannot_write_to_the_file_of_a_table(tmp_path: Path) -> None:
+def test_another_process_cannot_write_to_the_file_of_a_table(tmp_path):
     """It would cut off rows that this one adds."""
     path = tmp_path / "t.safetensors"
     table = filled(path)

@@ -2,14 +2,13 @@
 
 import copy
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizer_cases import ALL, OptimizerCase
+from optimizer_cases import ALL
 
 from speedtransfer.idle import History, IdleStep, Replay, Rule, rule_for
 from speedtransfer.idle import sums as sums_module
@@ -33,9 +32,7 @@ class Mixes(Rule):
     partner = "q"
 
 
-def one_by_one(
-    rule: Rule, steps: list[IdleStep], rows: dict[str, np.ndarray], last: np.ndarray
-) -> dict[str, np.ndarray]:
+def one_by_one(rule, steps, rows, last):
     """Take the steps after its `last` on every row, in extended precision."""
     rows = {name: values.astype(np.longdouble) for name, values in rows.items()}
     for number, step in enumerate(steps):
@@ -60,7 +57,7 @@ def one_by_one(
     return rows
 
 
-def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, now: int = 0) -> Any:
+def record(rule, steps, dtype, now=0):
     """Return what rows catch up by after these steps, the first of which is that after `now`."""
     history = Replay(rule, now=now) if rule.coupled else History(rule, dtype, now=now)
     for step in steps:
@@ -68,7 +65,7 @@ def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, now: int = 0) 
     return history
 
 
-def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: float, seed: int = 0) -> None:
+def check(rule, steps, dtype, tolerance, seed=0):
     """Catch up rows that were touched last at each step, with state of every size, and compare with `one_by_one`."""
     history = record(rule, steps, dtype)
     rng = np.random.default_rng(seed)
@@ -92,7 +89,7 @@ def check(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, tolerance: floa
         assert not wrong.any(), (name, int(last[line]), sizes[column], ours[line, column], want[line, column])
 
 
-def adam_steps(count: int, first: float, second: float, eps: float = 1e-8, decay: float = 0.0) -> list[IdleStep]:
+def adam_steps(count, first, second, eps=1e-8, decay=0.0):
     made, lr = [], 1e-3
     for t in range(1, count + 1):
         scale, root = lr * (0.6 + 0.4 * math.sin(t / 30)) / (1 - first**t), 1 / math.sqrt(1 - second**t)
@@ -105,7 +102,7 @@ BETAS = [(0.9, 0.999), (0.95, 0.95), (0.0, 0.999), (0.9, 0.0), (0.98, 0.9999), (
 EPS = [1e-8, 1e-3, 1e-15]
 
 
-def mixtures(count: int, lr: float, momentum: float, stays: float) -> list[IdleStep]:
+def mixtures(count, lr, momentum, stays):
     return [
         IdleStep(factors=(momentum,), mix=(1 - lr * (t % 5), -10 * lr * 0.9, 0.01, 0.9 if t % 7 else stays))
         for t in range(count)
@@ -113,7 +110,7 @@ def mixtures(count: int, lr: float, momentum: float, stays: float) -> list[IdleS
 
 
 ADAM = adam_steps(300, 0.9, 0.999, decay=0.5)
-OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
+OTHERS = {
     "floors": (Floors, [step._replace(root=1.0) for step in ADAM]),
     "floors that fall faster": (Floors, [step._replace(root=1.0) for step in adam_steps(300, 0.8, 0.7)]),
     "no denominator": (Sums, [*(step._replace(root=0.0, eps=1.0) for step in ADAM[:6]), *ADAM[6:]]),
@@ -134,14 +131,14 @@ OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_sums_of_terms(name: str, dtype: torch.dtype) -> None:
+def test_sums_of_terms(name, dtype):
     kind, steps = OTHERS[name]
     check(kind(dtype), steps, dtype, 3 * TOLERANCE[dtype] if "many" in name else TOLERANCE[dtype])
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_whatever_the_hyperparameters(data: st.DataObject) -> None:
+def test_whatever_the_hyperparameters(data):
     """Schedules that jump: each step with betas, eps, learning rate and decay of its own."""
     count, seed = data.draw(st.integers(1, 90)), data.draw(st.integers(0, 2**31))
     jumps, rng, steps = data.draw(st.booleans()), np.random.default_rng(seed), []
@@ -162,22 +159,22 @@ class OnDevice(torch.Tensor):
     device = torch.device("cuda")
     reads = 0
 
-    def __float__(self) -> float:
+    def __float__(self):
         self.reads += 1
         return float(self.as_subclass(torch.Tensor))
 
 
-def on_device(number: torch.Tensor) -> OnDevice:
+def on_device(number):
     made = number.as_subclass(OnDevice)
     assert made._version == number._version
     return made
 
 
-def count_of(scalars: Scalars, count: torch.Tensor, changes: int = 1) -> float:
+def count_of(scalars, count, changes=1):
     return scalars.read("step", count, changes, lambda count: count + 1)
 
 
-def test_counts_of_steps_are_read_when_they_must_be() -> None:
+def test_counts_of_steps_are_read_when_they_must_be():
     """A count is one more after a step; what else has happened to it is noticed."""
     count, scalars = on_device(torch.tensor(3.0)), Scalars()
     assert count_of(scalars, count) == 3
@@ -204,13 +201,13 @@ def test_counts_of_steps_are_read_when_they_must_be() -> None:
 
 @pytest.mark.parametrize("case", [case for case in ALL if case.kind in (torch.optim.ASGD, torch.optim.NAdam)], ids=str)
 @pytest.mark.parametrize("foreach", [False, True])
-def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase, foreach: bool) -> None:
+def test_what_steps_make_of_numbers_is_known_without_reading(case, foreach):
     """Of torch's own optimizers: the numbers that they keep are those that the host computes."""
     param = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = case.make([param], foreach=foreach)
     (group,), read = optimizer.param_groups, []
     rule, plain = (rule_for(optimizer, group, torch.float32) for _ in range(2))
-    there: dict[str, OnDevice] = {}
+    there = {}
     for _ in range(30):
         param.grad = torch.ones_like(param)
         state = optimizer.state[param]
@@ -226,11 +223,11 @@ def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase
 
 
 @pytest.mark.parametrize("kind", [Sums, Mixes])
-def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_device_gets_is_what_the_host_has(kind, monkeypatch):
     """The lines that have changed are sent when rows are read; here the "device" is a second copy on the CPU."""
     monkeypatch.setattr("speedtransfer.idle.device_copy._pinned", lambda values: torch.from_numpy(values.copy()))
 
-    def mirrored(self: sums_module.Sums, device: torch.device) -> Any:
+    def mirrored(self, device):
         copied = self._device_copies.setdefault((device, 0), DeviceCopy())
         return copied.tensors(device, self.table, self.blocks, self.count, self._final)
 
@@ -252,7 +249,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind: type[Rule], monkeypatch: 
 # --- sums that several histories share ----------------------------------------------------------------------------------
 
 
-def check_lines(history: History, rule: Rule, steps: list[IdleStep]) -> None:
+def check_lines(history, rule, steps):
     """Compare the lines of `steps` with those of a history that shares nothing."""
     sums, index = sums_module.Sums(rule, rule.dtype), torch.arange(len(steps) + 1)
     for step in steps:
@@ -263,7 +260,7 @@ def check_lines(history: History, rule: Rule, steps: list[IdleStep]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_shared_sums_equal_those_of_one_history_alone(data: st.DataObject) -> None:
+def test_shared_sums_equal_those_of_one_history_alone(data):
     """Histories that miss steps, make others, are read in between, swept and dropped: each has the sums of its own steps.
 
     Two are of other rules, whose sums of the same steps are others.
@@ -271,7 +268,7 @@ def test_shared_sums_equal_those_of_one_history_alone(data: st.DataObject) -> No
     kinds = adam_steps(3, 0.9, 0.99, decay=0.1)
     rules = [*[Sums(torch.float32)] * 3, Floors(torch.float32), Sums(torch.float64)]
     histories = [History(rule, rule.dtype) for rule in rules]
-    steps: list[list[IdleStep]] = [[] for _ in histories]
+    steps = [[] for _ in histories]
     for _ in range(data.draw(st.integers(1, 12))):
         common = data.draw(st.sampled_from(kinds))
         for number in data.draw(st.permutations(range(len(rules)))):

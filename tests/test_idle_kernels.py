@@ -2,7 +2,6 @@
 
 import importlib.util
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -10,11 +9,11 @@ import pytest
 import torch
 from cases import FLOAT_DTYPES
 from cpu_kernels import cpu_kernels
-from optimizer_cases import ALL, COUPLED, KINDS, OptimizerCase, case_named, some
+from optimizer_cases import ALL, COUPLED, KINDS, case_named, some
 from test_idle_history import record
 from torch import Tensor
 
-from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
+from speedtransfer.idle import Replay, cuda_catch_up, rule_for
 from speedtransfer.idle.replay import PLANES
 
 # How far apart may be what is rounded once here and at every operation there.
@@ -22,7 +21,7 @@ CLOSE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.float16: 4e-3, torch.b
 LAUNCHES = [(1, 1), (2, 32), (3, 7)]
 
 
-def trained(case: OptimizerCase, dtype: torch.dtype, count: int, dim: int) -> tuple[Rule, list, dict[str, Tensor]]:
+def trained(case, dtype, count, dim):
     """Return the rule of an optimizer, what `count` of its steps do to idle rows, and rows as it leaves them."""
     torch.manual_seed(dim)
     param = torch.nn.Parameter(torch.randn(50, dim).to(dtype))
@@ -42,18 +41,11 @@ def trained(case: OptimizerCase, dtype: torch.dtype, count: int, dim: int) -> tu
     return rule, steps, {"weight": param.detach(), **state}
 
 
-def copied(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def copied(rows):
     return {name: values.clone() for name, values in rows.items()}
 
 
-def launch(
-    rule: Rule,
-    history: History | Replay,
-    rows: dict[str, Tensor],
-    last: Tensor,
-    unsure: Any = None,
-    shape: Any = (2, 32),
-) -> None:
+def launch(rule, history, rows, last, unsure=None, shape=(2, 32)):
     backwards = shape == LAUNCHES[1]
     if isinstance(history, Replay):
         planes = [rows.get(name) for name in ("weight", *PLANES[history.kind])]
@@ -66,7 +58,7 @@ def launch(
         cpu_kernels().launch("take_missed", *shape, packed, backwards=backwards)
 
 
-def caught_up(rule: Rule, steps: list, rows: dict[str, Tensor], compiled: str) -> tuple:
+def caught_up(rule, steps, rows, compiled):
     """Return a history, the last step of each row, and what these rows become by numba and by torch in the place of it."""
     history, expected, by_torch = record(rule, steps, rows["weight"].dtype, 30), copied(rows), copied(rows)
     last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
@@ -77,7 +69,7 @@ def caught_up(rule: Rule, steps: list, rows: dict[str, Tensor], compiled: str) -
     return history, last, expected, by_torch
 
 
-def step_by_step(rule: Rule, history: Any, rows: dict[str, Tensor], last: Tensor) -> np.ndarray:
+def step_by_step(rule, history, rows, last):
     """Return which rows have a value that goes step by step: on the CPU then all values of the row do."""
     if rule.coupled or rule.denominator is None:
         return np.zeros(len(last), dtype=bool)
@@ -88,7 +80,7 @@ def step_by_step(rule: Rule, history: Any, rows: dict[str, Tensor], last: Tensor
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("case", [*some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), *COUPLED], ids=str)
-def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
+def test_missed_steps(case, dtype):
     """By sums, and one by one where the decay is coupled."""
     dim, compiled = 7, "missed._take_compiled"
     if case in COUPLED:
@@ -115,7 +107,7 @@ def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("case", [ALL[10], COUPLED[0]], ids=str)
-def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
+def test_rows_that_exist_in_no_table(case):
     """They are zeros that were never touched, at the end of a batch that was padded."""
     rule, steps, rows = trained(case, torch.float32, 5, dim=4)
     history = record(rule, steps, torch.float32, 9)
@@ -135,7 +127,7 @@ UNSURE = [case_named(name) for name in ("sgd-momentum-weight-decay", "adamw", "a
 
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize("case", UNSURE, ids=str)
-def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case: OptimizerCase, made: bool) -> None:
+def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case, made):
     dtype = torch.float32
     rule, steps, rows = trained(case, dtype, 40, dim=3)
     before, after = record(rule, steps[:-1], dtype, 30), record(rule, steps, dtype, 30)

@@ -5,10 +5,8 @@ import functools
 import inspect
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,11 +26,11 @@ FACTOR = 7919  # of the ids of a vocabulary
 class World:
     """Tables and a dense layer that one optimizer trains, after some steps that leave rows idle."""
 
-    def __init__(self, path: Path, name: str, tables: int = 1, seed: int = 0, steps: Any = None) -> None:
+    def __init__(self, path, name, tables=1, seed=0, steps=None):
         torch.manual_seed(seed)
         self.path, self.name, self.kind = path, name, KINDS[name]
         self.tables = nn.ModuleList([self.kind.make(path) for _ in range(tables)])
-        self.emb: Any = self.tables[0]
+        self.emb = self.tables[0]
         # Where each table counts by itself, nothing else is trained that both depend on.
         dense = nn.Linear(DIM, 2) if tables == 1 else nn.Identity()
         self.model = nn.ModuleDict({"tables": self.tables, "dense": dense})
@@ -40,20 +38,20 @@ class World:
         for number in self.kind.before if steps is None else range(steps):
             self.step(number)
 
-    def take_over(self) -> None:
+    def take_over(self):
         self.opt = self.kind.optimizer(self.kind.groups(self.model))
 
-    def ids(self, number: int) -> Tensor:
+    def ids(self, number):
         return self.kind.ids(number)
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         self.kind.step(self, number)
 
-    def losses(self, number: int) -> list[Tensor]:
+    def losses(self, number):
         found = [table(self.ids(number + shift)) for shift, table in enumerate(self.tables)]
         return [self.model["dense"](rows).square().sum() for rows in found]
 
-    def backward(self, number: int) -> Tensor:
+    def backward(self, number):
         losses = self.losses(number)
         for loss in losses:
             loss.backward()
@@ -61,14 +59,14 @@ class World:
 
     # What is compared.
 
-    def rows(self) -> list[Tensor]:
+    def rows(self):
         """Return some rows of each table after two steps more."""
         for number in (5, 6):
             self.step(number)
         with torch.no_grad():
             return [torch.cat([table(self.ids(n)).view(-1, DIM) for n in (0, 1, 3, 4)]) for table in self.tables]
 
-    def all(self) -> list[Tensor]:
+    def all(self):
         """Return rows, and the state of the optimizer, after two steps more."""
         found = self.rows()
         if self.kind.vocabulary:
@@ -76,12 +74,12 @@ class World:
         state = self.opt.state_dict()["state"] if self.name != "group" else {}
         return found + [v.clone() for key in sorted(state) for _, v in sorted(state[key].items()) if torch.is_tensor(v)]
 
-    def now(self) -> list[Tensor]:
+    def now(self):
         with torch.no_grad():
             tables = self.emb if self.name == "features" else [self.emb]
             return [*(table.weight.detach() + 0 for table in tables), self.model["dense"].weight + 0]
 
-    def admitted(self) -> list[Tensor]:
+    def admitted(self):
         """Return the rows by id after those of all acts were looked up, which must be those that the vocabulary knows."""
         vocabulary = self.emb.vocabulary
         for number in (5, 6):
@@ -98,7 +96,7 @@ class World:
         # Whose ids stay depends on when they came.
         return [values] if vocabulary.evict is None else []
 
-    def loaded(self) -> list[Tensor]:
+    def loaded(self):
         """Return what a new process would train on with, and this one."""
         if not (self.path / "saved" / "manifest.json").exists():
             return []
@@ -106,7 +104,7 @@ class World:
         st.load_checkpoint(self.path / "saved", fresh.model, fresh.opt)
         return fresh.all() + self.all()
 
-    def is_free(self) -> bool:
+    def is_free(self):
         lock = self.emb._handle.rows.lock
         return elsewhere(lambda: lock.acquire(timeout=0.2) and (lock.release() or True))
 
@@ -114,21 +112,21 @@ class World:
 # --- kinds: tables, and how they are trained ------------------------------------------------------------------------------
 
 
-def plainly(world: World, number: int) -> None:
+def plainly(world, number):
     world.opt.zero_grad()
     world.backward(number)
     world.opt.step()
 
 
-def by_closure(world: World, number: int) -> None:
-    def closure() -> Tensor:
+def by_closure(world, number):
+    def closure():
         world.opt.zero_grad()
         return world.backward(number)
 
     world.opt.step(closure)
 
 
-def scaled(world: World, number: int) -> None:
+def scaled(world, number):
     # A new one: torch's own takes no second step after an interrupt in the first.
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     world.opt.zero_grad()
@@ -138,51 +136,51 @@ def scaled(world: World, number: int) -> None:
     scaler.update()
 
 
-def loaded(world: World, number: int) -> None:
+def loaded(world, number):
     """Load the state of the optimizer before the step."""
     if number == 3:
         world.opt.load_state_dict(copy.deepcopy(world.opt.state_dict()))
     plainly(world, number)
 
 
-def apart(world: World, number: int) -> None:
+def apart(world, number):
     world.opt.zero_grad()
     for shift, table in enumerate(world.tables):
         table[(number + shift) % 2](rows_of(number) % 10).square().sum().backward()
     world.opt.step()
 
 
-def looked_up(world: World) -> None:
+def looked_up(world):
     world.backward(3)
     world.opt.zero_grad()
 
 
-def rows_of(number: int) -> Tensor:
+def rows_of(number):
     return (torch.arange(6) * 3 + 2 * number) % ROWS
 
 
-def features_of(number: int) -> Tensor:
+def features_of(number):
     return torch.stack([rows_of(number) % 10, rows_of(number + 1) % 30], dim=1)
 
 
-def embedding(kind: Any = st.Embedding, size: Any = ROWS, **options: Any) -> Callable[[Path], nn.Module]:
+def embedding(kind=st.Embedding, size=ROWS, **options):
     return lambda path: kind(size, DIM, **options)
 
 
-def in_file(path: Path) -> nn.Module:
+def in_file(path):
     return st.Embedding(ROWS, DIM, memory="mmap", path=tempfile.mktemp(dir=path, suffix=".npy"))
 
 
-def by_id(rows: int = ROWS, *args: Any, **options: Any) -> Callable[[Path], nn.Module]:
+def by_id(rows=ROWS, *args, **options):
     return lambda path: st.Embedding(rows, DIM, vocabulary=st.Vocabulary(*args, **options))
 
 
-def of_a_group(**options: Any) -> Callable[[Path], nn.Module]:
+def of_a_group(**options):
     return lambda path: st.Embedding(ROWS, DIM, process_group=dist.group.WORLD, **options)
 
 
-def growing(memory: str = "pageable", cache_rows: int = 0) -> Callable[[Path], nn.Module]:
-    def make(path: Path) -> nn.Module:
+def growing(memory="pageable", cache_rows=0):
+    def make(path):
         file = tempfile.mktemp(dir=path, suffix=".npy") if memory == "mmap" else None
         table = st.Table(ROWS, DIM, memory=memory, path=file, max_rows=100, cache_rows=cache_rows).normal_()
         return st.Embedding.from_pretrained(table, freeze=False)
@@ -190,11 +188,11 @@ def growing(memory: str = "pageable", cache_rows: int = 0) -> Callable[[Path], n
     return make
 
 
-def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+def optimizer(kind, **options):
     return functools.partial(kind, lr=0.05, **options)
 
 
-USES: tuple[Callable[[World], object], ...] = (
+USES = (
     lambda world: None,
     lambda world: world.opt.state_dict(),
     lambda world: world.tables.state_dict(),
@@ -222,12 +220,12 @@ class Kind(NamedTuple):
     bound: float = 1e-5
 
     @property
-    def vocabulary(self) -> bool:
+    def vocabulary(self):
         return looked_up in self.others
 
 
 ADAM, SGD = torch.optim.Adam, torch.optim.SGD
-IDS: dict[str, Any] = {"ids": lambda number: rows_of(number) * FACTOR, "others": (looked_up,)}
+IDS = {"ids": lambda number: rows_of(number) * FACTOR, "others": (looked_up,)}
 # The last of these ids come in the step that is interrupted.
 NEW = {**IDS, "ids": lambda number: torch.arange(6) * FACTOR + min((number + 1) // 2, 2)}
 KINDS = {
@@ -281,14 +279,14 @@ class Act(NamedTuple):
     others: tuple[Callable[[World], object], ...] = ()
     tables: int = 1
 
-    def do(self, world: World) -> None:
+    def do(self, world):
         names = {"world": world, "emb": world.emb, "model": world.model, "opt": world.opt, "st": st, "torch": torch}
         names |= {"path": world.path, "ROWS": ROWS, "DIM": DIM, "FACTOR": FACTOR, "rows_of": rows_of}
         if "given[" in self.code:
             names["given"] = torch.load(world.path / "given.pt")
         exec(self.code, names)
 
-    def ends(self, path: Path, name: str) -> list[list[Tensor]]:
+    def ends(self, path, name):
         """Return what may be seen at the end: without it, after it, or after others."""
         found, kind = [], KINDS[name]
         for part in (lambda world: None, self.do, *self.others, *(kind.others if self.tables == 2 else ())):
@@ -297,7 +295,7 @@ class Act(NamedTuple):
         return found + (self.ends(path, kind.like) if kind.like else [])
 
 
-def stepped(world: World) -> list[Tensor]:
+def stepped(world):
     world.opt.step()
     return world.rows()
 
@@ -306,8 +304,8 @@ EXACT = ("exact", "coupled", "momentum", "int8", "state8", "cache", "file")
 IN_PLACE = (*EXACT, "lazy", "bag")
 PLAIN = (*IN_PLACE, "features")
 SAVED = ("exact", "state8", "cache", "features", "vocabulary", "group")
-IN_PAIRS: dict[str, Any] = {"each": True, "tables": 2}
-ACTS: dict[str, Act] = {
+IN_PAIRS = {"each": True, "tables": 2}
+ACTS = {
     "step": Act("world.step(3)", STEPPING, World.rows, **IN_PAIRS),
     "another optimizer": Act(
         "world.take_over(); world.step(3)", ("exact",), World.rows, others=(World.take_over,), **IN_PAIRS
@@ -346,12 +344,12 @@ ACTS: dict[str, Act] = {
 # --- sweeps ---------------------------------------------------------------------------------------------------------------
 
 
-def is_close(found: Tensor, end: Tensor, bound: float) -> Tensor:
+def is_close(found, end, bound):
     """Tell of each value whether it is that of the end, whose dtype may be another."""
     return torch.isclose(found, end.to(found.dtype), rtol=bound, atol=bound) & (found.dtype == end.dtype)
 
 
-def is_one_of(found: list[Tensor], ends: list[list[Tensor]], act: Act, kind: Kind) -> bool:
+def is_one_of(found, ends, act, kind):
     """Tell whether what is found is one of the ends, each tensor for itself if the act says so."""
     ends = [end for end in ends if [part.shape for part in end] == [part.shape for part in found]]
     if not found or not ends:
@@ -363,7 +361,7 @@ def is_one_of(found: list[Tensor], ends: list[list[Tensor]], act: Act, kind: Kin
     return bool(alike.any(0).all() if act.each else alike.all(1).any())
 
 
-def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[str]:
+def sweep_of(path, of, name, points, *how):
     act, kind = ACTS[of], KINDS[name]
     other = World(path, name, seed=3, steps=5)
     if "load" in of:
@@ -371,7 +369,7 @@ def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[
     if "load_state_dict" in of:
         torch.save((other.model.state_dict(), other.opt.state_dict()), path / "given.pt")
 
-    def world(number: int) -> World:
+    def world(number):
         folder = path / str(number)
         folder.mkdir(exist_ok=True)
         for each in path.glob("given*"):
@@ -381,7 +379,7 @@ def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[
 
     ends = act.ends(world(0).path, name)
 
-    def attempt(interrupt: Interrupt) -> str:
+    def attempt(interrupt):
         tried = world(interrupt.at + 1)
         if not interrupt.during(lambda: act.do(tried)):
             return "not reached"
@@ -433,20 +431,20 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(("of", "name"), FEW)
-def test_some_lines(of: str, name: str, alone: Any, tmp_path: Path) -> None:
+def test_some_lines(of, name, alone, tmp_path):
     first = FEW.index((of, name))
     found = sweep_of(tmp_path, of, name, lambda points: points[first % 7 :: len(points) // SOME + 1])
     assert found.total() - found["not reached"] >= SOME // 2
 
 
 @pytest.mark.parametrize(("name", "within", "every"), WITHIN)
-def test_functions_that_have_torn(name: str, within: str, every: int, alone: Any, tmp_path: Path) -> None:
+def test_functions_that_have_torn(name, within, every, alone, tmp_path):
     found = sweep_of(tmp_path, "step", name, lambda points: points[::every], KeyboardInterrupt, within)
     assert found["whole"] > 3
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone: Any, tmp_path: Path) -> None:
+def test_a_lack_of_memory_within_the_optimizer(error, alone, tmp_path):
     # AdamW of torch 2.6 is not yet an Adam.
     within = "_single_tensor_adam" if issubclass(torch.optim.AdamW, ADAM) else "_single_tensor_adamw"
     assert sweep_of(tmp_path, "step", "exact", lambda points: points[::14], error, within)["whole"] > 3
@@ -456,20 +454,20 @@ def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("kind", "every"), [(KeyboardInterrupt, 5), (MemoryError, 15)])
 @pytest.mark.parametrize(("of", "name"), CASES)
-def test_many_lines(of: str, name: str, kind: type[BaseException], every: int, alone: Any, tmp_path: Path) -> None:
+def test_many_lines(of, name, kind, every, alone, tmp_path):
     # Kinds take other lines than those before: what an act does with most of them is met at every line by some.
     first = CASES.index((of, name)) % every
     sweep_of(tmp_path, of, name, lambda points: points[first::every], kind)
 
 
-def test_a_step_of_rows_that_a_device_did_not_find_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_rows_that_a_device_did_not_find_is_not_made(monkeypatch):
     """A device tells of a lookup later, once, before it writes."""
     emb = st.Embedding(9, 4, idle="lazy")
     opt, before = torch.optim.AdamW(emb.parameters(), lr=0.1), emb.table.torch().clone()
     engine = type(emb.table._engine)
     told, scatter = [], engine.scatter
 
-    def late(self: Any, *args: Any) -> None:
+    def late(self, *args):
         if not told:
             told.append(True)
             raise RowIndexError("index[3] of an earlier gather")
@@ -485,11 +483,11 @@ def test_a_step_of_rows_that_a_device_did_not_find_is_not_made(monkeypatch: pyte
     assert (emb.table.torch() != before).any(1).nonzero().flatten().tolist() == [3]
 
 
-def test_a_cache_that_is_entered_as_an_interrupt_comes_is_free() -> None:
+def test_a_cache_that_is_entered_as_an_interrupt_comes_is_free():
     """While its traceback still keeps the frames: the write is made again then."""
-    slots: Any = st.Table(9, 4, memory="pageable", cache_rows=3)._engine.slots
+    slots = st.Table(9, 4, memory="pageable", cache_rows=3)._engine.slots
 
-    def enters(frame: FrameType, event: str, arg: Any) -> Any:
+    def enters(frame, event, arg):
         code = frame.f_code
         if event == "return" and code.co_name in ("__enter__", "turn") and not code.co_flags & inspect.CO_GENERATOR:
             raise KeyboardInterrupt

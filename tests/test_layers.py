@@ -40,7 +40,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 @functools.cache
-def imports_of(path: Path) -> list[str]:
+def imports_of(path):
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -51,16 +51,16 @@ def imports_of(path: Path) -> list[str]:
     return names
 
 
-def layer_of(part: str) -> int:
+def layer_of(part):
     return next(i for i, layer in enumerate(LAYERS) if part in layer)
 
 
-def part_of(path: Path) -> str:
+def part_of(path):
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
 
-def importing(*names: str) -> set[Path]:
+def importing(*names):
     return {path for path in FILES if any(name.startswith(names) for name in imports_of(path))}
 
 

@@ -25,7 +25,7 @@ def emb():
 class Stateful:
     """Counts its batches, as loaders do that can be resumed."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.at = 0
 
     def __iter__(self):
@@ -52,7 +52,7 @@ def test_batches_are_the_same_and_their_rows_are_there(emb, depth):
     assert not tickets._open[emb._handle]
 
 
-def drawing(shuffle: bool, each: bool):
+def drawing(shuffle, each):
     """A loader that draws from torch's default generator: an order before its first batch, or for each batch and its end."""
     order = torch.randperm(len(IDS)) if shuffle else torch.arange(len(IDS))
     for part in order.split(5):
@@ -61,7 +61,7 @@ def drawing(shuffle: bool, each: bool):
         torch.rand(1)
 
 
-def trained(ahead: bool, make, drops) -> torch.Tensor:
+def trained(ahead, make, drops):
     torch.manual_seed(0)
     emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
     optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
@@ -188,7 +188,7 @@ def test_an_iterator_may_be_taken_in_parts(emb):
 class Walk:
     """An iterator with one state, which it returns itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.state, self.step = {"at": 0}, 1
 
     def __iter__(self):

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from cases import take_step
 from refusals import check_refused, refusals
 from sweeps import few
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
@@ -27,25 +26,25 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 ADAM, ADAMW = (functools.partial(kind, lr=0.05, eps=1e-3) for kind in (torch.optim.Adam, torch.optim.AdamW))
 
 
-def layer(seed: int = 0, **options: Any) -> st.MemoryLayer:
+def layer(seed=0, **options):
     torch.manual_seed(seed)
     return st.MemoryLayer(DIM, VALUES, HEADS, K, KEY, **{"dtype": F64, **options})
 
 
-def hidden(*shape: int, seed: int = 0) -> Tensor:
+def hidden(*shape, seed=0):
     return torch.randn(*shape, DIM, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 class Formula(nn.Module):
     """A layer by its formula: each head scores every key, and all values are one dense parameter."""
 
-    def __init__(self, given: st.MemoryLayer, norm: str | None = None) -> None:
+    def __init__(self, given, norm=None):
         super().__init__()
         self.norm, state = norm, given.state_dict()
         for name, _ in given.named_parameters():
             setattr(self, name.replace(".", "_"), nn.Parameter(state[name].detach().clone()))
 
-    def forward(self, x: Tensor, trained: Tensor | None = None) -> Tensor:
+    def forward(self, x, trained=None):
         query = x.reshape(-1, DIM) @ self.keys_query_weight.T + self.keys_query_bias
         if self.norm == "batch":
             given = self.keys_query_norm_weight, self.keys_query_norm_bias
@@ -71,7 +70,7 @@ class Formula(nn.Module):
         return found
 
 
-def train(model: nn.Module, make: Any = ADAM, steps: int = 6, call: Any = None) -> dict[str, Tensor]:
+def train(model, make=ADAM, steps=6, call=None):
     """Train on few positions, so that most values are idle; return outputs, and all gradients and parameters by name."""
     opt, seen = make(model.parameters()), {}
     for step in range(steps):
@@ -90,7 +89,7 @@ def train(model: nn.Module, make: Any = ADAM, steps: int = 6, call: Any = None) 
     }
 
 
-def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_close(found, wanted):
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
@@ -108,7 +107,7 @@ KINDS = {
 }
 
 
-def made(name: str) -> st.MemoryLayer:
+def made(name):
     return layer(**{key: value() if key == "values" else value for key, value in KINDS[name].items()})
 
 
@@ -128,11 +127,11 @@ def test_trains_as_the_formula_does(name, make):
 
 
 class Two(nn.Module):
-    def __init__(self, values: nn.Module) -> None:
+    def __init__(self, values):
         super().__init__()
         self.first, self.second = layer(values=values), layer(1, values=values)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.second(x + self.first(x))
 
 

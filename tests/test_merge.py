@@ -1,10 +1,8 @@
 """A copy that applies deltas goes on as the trainer does, and a base and deltas make the full checkpoint, or are refused."""
 
 import shutil
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from speedtransfer.tables import chunks
 
 
 @torch.no_grad()
-def write_by_hand(net: Any, how: int) -> None:
+def write_by_hand(net, how):
     """Change rows as no step does: one, some, all of a table, or what no clock tells."""
     table = net.emb.table
     if how == 0:
@@ -41,9 +39,7 @@ KEPT += [(name, True, 2) for name in ("8-bit state", "vocabulary exact", "sgd ex
 
 
 @pytest.mark.parametrize(("name", "with_state", "steps"), few(RUNS, *KEPT, *(it for it in RUNS if not it[1])))
-def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(
-    name: str, with_state: bool, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(name, with_state, steps, tmp_path, monkeypatch):
     """With idle="exact" too: who saves takes the steps that rows have missed, and so does who loads."""
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
     monkeypatch.setattr(chunks, "_BLOCK_ROWS", 7)
@@ -88,42 +84,42 @@ def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
     chain(folder)
     return folder
 
 
 @pytest.fixture
-def saved(made: Path, tmp_path: Path) -> Path:
+def saved(made, tmp_path):
     return shutil.copytree(made, tmp_path / "saved")
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def other_base(folder: Path, name: str = "adamw lazy") -> None:
+def other_base(folder, name="adamw lazy"):
     world = World(name)
     world.steps(1, 77)
     world.save(folder / "base")
 
 
-def wide_base(folder: Path) -> None:
+def wide_base(folder):
     world = World("adamw lazy")
     world.net.more = st.Embedding(10, DIM, storage_dtype=torch.int8)
     world.state["optimizer"] = ADAMW(world.net.parameters())
     world.save(folder / "base")
 
 
-def without_state(folder: Path) -> None:
+def without_state(folder):
     world = World("adamw lazy")
     world.load(folder / "full0")
     st.save_delta(folder / "1.safetensors", world.net, st.mark(world.net))
 
 
 # What is done to base and deltas, which of these are merged, and words of the refusal.
-REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
+REFUSED = [
     (lambda f: None, [], "deltas is empty"),
     (lambda f: None, [0, 2], r"2.safetensors' .number 3. does not begin where .*in between is missing"),
     (lambda f: None, [0, 1, 1], "there twice"),
@@ -143,7 +139,7 @@ REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
 
 
 @pytest.mark.parametrize(("change", "deltas", "words"), REFUSED)
-def test_what_is_not_merged(change: Any, deltas: list[int], words: str, saved: Path) -> None:
+def test_what_is_not_merged(change, deltas, words, saved):
     change(saved)
     before = tree(saved)
     with pytest.raises(SpeedtransferError, match=words) as caught:
@@ -153,7 +149,7 @@ def test_what_is_not_merged(change: Any, deltas: list[int], words: str, saved: P
     assert not (saved / "out").exists()
 
 
-def test_ids_that_are_not_merged(tmp_path: Path) -> None:
+def test_ids_that_are_not_merged(tmp_path):
     v, p, n = (tmp_path / name for name in "vpn")
     for folder, name in ((v, "vocabulary"), (p, "vocabulary counts"), (n, "adamw lazy")):
         chain(folder, name, with_state=False)
@@ -186,7 +182,7 @@ st.save_delta(out, one.net, one.mark(), None, more=World("sgd").opt)
 """
 
 
-def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
+def test_marks_and_deltas_of_another_kind(tmp_path):
     (one, (path, *_)), copy, out = chain(tmp_path), World("adamw lazy"), tmp_path / "3.safetensors"
     copy.load(tmp_path / "base")
     before = copy.digest(), one.digest()
@@ -197,7 +193,7 @@ def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [331, pytest.param(19, marks=pytest.mark.slow)])
-def test_killed_as_it_merges(step: int, saved: Path) -> None:
+def test_killed_as_it_merges(step, saved):
     before, out, line, seen = tree(saved), saved / "out", 1, set()
     files = ("checkpoint/merge_deltas.py", "checkpoint/save.py", "checkpoint/folder.py")
     while not run_child(lambda line=line: (kill_at_line(line, files), st.merge(saved / "base", saved, out))):
@@ -215,7 +211,7 @@ def test_killed_as_it_merges(step: int, saved: Path) -> None:
     assert {name: raw for name, raw in tree(saved).items() if not name.startswith("out")} == before
 
 
-def test_state_alone_changes_and_a_copy_has_its_generators(tmp_path: Path) -> None:
+def test_state_alone_changes_and_a_copy_has_its_generators(tmp_path):
     net = nn.Sequential(st.Embedding(10, 4, idle="lazy"))
     opt = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
     # What an optimizer has been given to load counts, before a step.

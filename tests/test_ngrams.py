@@ -19,7 +19,7 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.ticket import _open as open_tickets
 
 
-def window(tokens: list[int], at: int, order: int, ends: set[int], begins: set[int], fill: int) -> list[int]:
+def window(tokens, at, order, ends, begins, fill):
     """Return the tokens of the n-gram that ends at a position, the last first, walking back token by token."""
     found = [tokens[at]]
     cut = tokens[at] in begins
@@ -31,7 +31,7 @@ def window(tokens: list[int], at: int, order: int, ends: set[int], begins: set[i
     return found
 
 
-def reference(ngrams: st.NgramHash, tokens: list[int]) -> list[list[int]]:
+def reference(ngrams, tokens):
     """Return the row numbers of all positions, in Python's integers."""
     known = ngrams.constants
     ends, begins = {*known.eos, *([] if known.pad is None else [known.pad])}, set(known.bos)

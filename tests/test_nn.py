@@ -2,8 +2,6 @@
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexEr
 
 FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
 PAIRS = torch.tensor([[3, 1, 3], [0, 11, 7]])
-IDS: dict[str, tuple[Tensor, ...]] = {
+IDS = {
     "1-D": (torch.tensor([3, 3, 0, 11, 7]),),
     "2-D": (torch.tensor([[1, 1, 2], [2, 0, 1]]),),
     "3-D": (torch.arange(12).view(2, 3, 2) % 5,),
@@ -30,7 +28,7 @@ IDS: dict[str, tuple[Tensor, ...]] = {
     "int32": (torch.tensor([5, 5, 1], dtype=torch.int32),),
     "all rows": (torch.arange(12).flip(0),),
 }
-BAGS: dict[str, tuple[Tensor, ...]] = {
+BAGS = {
     "2-D": (PAIRS,),
     "offsets": (FLAT, torch.tensor([0, 3, 5])),
     "empty bags": (FLAT, torch.tensor([0, 0, 3, 3, 8])),
@@ -45,7 +43,7 @@ BAGS: dict[str, tuple[Tensor, ...]] = {
 LAST = {f"to {at}": (FLAT, torch.tensor(at)) for at in ([0, 3, 3, 8], [0, 3, 3], [0, 3, 8], [0, 0, 8, 8])}
 ROWS = ["2-D", "empty bags", "no ids", "padding"]
 # A kind, options, and inputs of it.
-CASES: list[tuple[str, dict[str, Any], Any]] = [
+CASES = [
     *(("Embedding", {"dtype": dtype}, IDS) for dtype in FLOAT_DTYPES),
     *(("Embedding", {"padding_idx": row}, IDS) for row in (0, 2, 11, -1, -12)),
     *(("Embedding", {"max_norm": 1.2, "norm_type": norm}, IDS) for norm in (2.0, 1.0, 0.5, 3.0, float("inf"))),
@@ -64,7 +62,7 @@ CASES: list[tuple[str, dict[str, Any], Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "options", "names"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
-def test_as_torch(kind: str, options: dict[str, Any], names: Any) -> None:
+def test_as_torch(kind, options, names):
     modes = ["sum", "mean", "max"][: 2 if {"scale_grad_by_freq", "sparse"} & options.keys() else 3]
     for mode in modes if kind == "EmbeddingBag" else [None]:
         for name in names:
@@ -91,7 +89,7 @@ def test_as_torch(kind: str, options: dict[str, Any], names: Any) -> None:
 # --- ids ----------------------------------------------------------------------------------------------------------------
 
 
-def test_ids_of_any_integer_dtype_or_none() -> None:
+def test_ids_of_any_integer_dtype_or_none():
     ours, dense = both()
     ids = torch.tensor([[3, 1], [3, 0]])
     others = [[[3, 1], [3, 0]], np.array([[3, 1], [3, 0]], dtype=np.int16), ((3, 1), (3, 0))]
@@ -117,7 +115,7 @@ BAD_IDS = [
 
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize(("ids", "error", "words"), BAD_IDS, ids=[f"{b[1].__name__}-{b[2]}" for b in BAD_IDS])
-def test_bad_ids_raise_before_anything_is_written(ids: object, error: type, words: str, context: Any) -> None:
+def test_bad_ids_raise_before_anything_is_written(ids, error, words, context):
     # One writes whatever it looks up; another reads a few ids without more ado.
     modules = [speedtransfer.Embedding(12, 5, max_norm=0.1), speedtransfer.Embedding(12, 5, _freeze=True)]
     if isinstance(ids, Tensor) and ids.dim() == 2:
@@ -132,7 +130,7 @@ def test_bad_ids_raise_before_anything_is_written(ids: object, error: type, word
         assert emb.weight.grad is None
 
 
-def test_frozen_rows_are_counted_and_the_callers_to_write_to() -> None:
+def test_frozen_rows_are_counted_and_the_callers_to_write_to():
     emb = speedtransfer.Embedding(50, 8, _freeze=True)
     table, grid = emb.table.torch().clone(), torch.randint(0, 50, (6, 8))
     for context in (torch.no_grad, torch.inference_mode):
@@ -154,7 +152,7 @@ def test_frozen_rows_are_counted_and_the_callers_to_write_to() -> None:
 
 @pytest.mark.parametrize("frozen", ["nothing", "weights", "rows"])
 @pytest.mark.parametrize("name", ["2-D", "offsets"])
-def test_per_sample_weights(frozen: str, name: str) -> None:
+def test_per_sample_weights(frozen, name):
     ours, dense = both(kind="EmbeddingBag", mode="sum", padding_idx=1)
     ids, found = BAGS[name][0], []
     for module in (dense, ours):
@@ -177,7 +175,7 @@ def test_per_sample_weights(frozen: str, name: str) -> None:
         assert torch.equal(dense_grad(ours), dense.weight.grad)
 
 
-BAD_BAGS: dict[str, tuple[Any, ...]] = {
+BAD_BAGS = {
     "1-D without offsets": (FLAT,),
     "2-D with offsets": (PAIRS, torch.tensor([0])),
     "3-D": (FLAT.view(2, 2, 2),),
@@ -190,7 +188,7 @@ BAD_BAGS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", BAD_BAGS)
-def test_bad_bags_raise_what_torch_raises(name: str) -> None:
+def test_bad_bags_raise_what_torch_raises(name):
     mode = {"weights with mean": "mean", "an unknown mode": "median"}.get(name, "sum")
     ours, dense = both(kind="EmbeddingBag", mode=mode)
     with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever torch raises
@@ -208,7 +206,7 @@ def test_bad_bags_raise_what_torch_raises(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "include_last_offset": True}, {"max_norm": 1.0}], ids=str)
-def test_nested_bags(options: dict[str, Any]) -> None:
+def test_nested_bags(options):
     ours, dense = both(kind="EmbeddingBag", mode="sum", **options)
     ids = torch.nested.nested_tensor([FLAT[:3], FLAT[:0], FLAT[3:]], layout=torch.jagged)
     weights = torch.nested.nested_tensor_from_jagged(torch.rand(8), ids.offsets())
@@ -220,7 +218,7 @@ def test_nested_bags(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("offsets", [[0, -5, 7], [0, 10, 5], [0, 20, -20], [0, 2**40, 3], []])
-def test_offsets_that_are_none(offsets: list[int], mode: str) -> None:
+def test_offsets_that_are_none(offsets, mode):
     """Torch's kernels address memory by them, and end the process where they name none."""
     bag = speedtransfer.EmbeddingBag(30, 4, mode=mode, memory="pageable", device="cpu")
     for call in (bag, functools.partial(F.embedding_bag, weight=bag.weight, mode=mode)):
@@ -235,7 +233,7 @@ def test_offsets_that_are_none(offsets: list[int], mode: str) -> None:
 # --- arguments ----------------------------------------------------------------------------------------------------------
 
 KINDS = ["Embedding", "EmbeddingBag"]
-MAKERS: list[Callable[..., Any]] = [
+MAKERS = [
     functools.partial(speedtransfer.Embedding, 4, 2),
     functools.partial(speedtransfer.EmbeddingBag, 4, 2),
     functools.partial(speedtransfer.Embedding.from_pretrained, torch.zeros(4, 2)),
@@ -245,7 +243,7 @@ MAKERS: list[Callable[..., Any]] = [
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_options_reach_the_table_and_others_are_refused(make: Callable[..., Any]) -> None:
+def test_options_reach_the_table_and_others_are_refused(make):
     assert make(memory="pageable", idle="lazy", storage_dtype=torch.bfloat16, state_dtype=torch.uint8) is not None
     for name, near in (("memroy", "memory"), ("storage_type", "storage_dtype")):
         with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; did you mean '{near}"):
@@ -256,7 +254,7 @@ def test_options_reach_the_table_and_others_are_refused(make: Callable[..., Any]
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 3), (5, 0)])
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e5m2, "split24"])
-def test_empty_tables(rows: int, dim: int, stored: Any) -> None:
+def test_empty_tables(rows, dim, stored):
     ours = speedtransfer.Embedding(rows, dim, storage_dtype=stored, state_dtype=torch.uint8 if stored else None)
     assert ours(torch.empty(0, dtype=torch.int64)).shape == (0, dim)
     if rows:
@@ -273,7 +271,7 @@ POSITIONAL = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_positional_arguments_are_those_of_torch(kind: str) -> None:
+def test_positional_arguments_are_those_of_torch(kind):
     for row in (4, -5):
         with pytest.raises(AssertionError, match="padding_idx must be within"):
             getattr(speedtransfer, kind)(4, 2, padding_idx=row)
@@ -288,7 +286,7 @@ def test_positional_arguments_are_those_of_torch(kind: str) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_that_is_set_after_the_module_was_made(kind: str, sparse: bool) -> None:
+def test_padding_that_is_set_after_the_module_was_made(kind, sparse):
     """It may be counted from the end, and sparse gradients leave it out from then on."""
     modules = both(kind=kind, sparse=sparse)
     for module in modules:
@@ -302,10 +300,10 @@ def test_padding_that_is_set_after_the_module_was_made(kind: str, sparse: bool) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_the_place_of_the_class_of_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_place_of_the_class_of_torch(kind, monkeypatch):
     """As in projects that make ``nn.Embedding`` themselves: those made later are ours, subclasses too."""
 
-    def outcome() -> list[Any]:
+    def outcome():
         torch.manual_seed(0)
         own = type("Own", (getattr(nn, kind),), {"forward": lambda self, ids: 2 * super(own, self).forward(ids)})
         model = nn.ModuleList([getattr(nn, kind)(9, 2), own(9, 2, padding_idx=1), nn.TransformerEncoderLayer(4, 2)])
@@ -324,7 +322,7 @@ def test_in_the_place_of_the_class_of_torch(kind: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_pretrained_uses_the_memory_it_is_given(kind: str) -> None:
+def test_from_pretrained_uses_the_memory_it_is_given(kind):
     given, options = torch.randn(6, 3), {"padding_idx": -2, "max_norm": 3.0, "norm_type": 1.0}
     ours, dense = (getattr(library, kind).from_pretrained(given, **options) for library in (speedtransfer, nn))
     assert ours.table.torch().data_ptr() == dense.weight.data_ptr() == given.data_ptr()
@@ -340,7 +338,7 @@ def test_from_pretrained_uses_the_memory_it_is_given(kind: str) -> None:
             getattr(speedtransfer, kind).from_pretrained(torch.zeros(shape))
 
 
-def test_from_pretrained_of_integers() -> None:
+def test_from_pretrained_of_integers():
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         given = torch.arange(6, dtype=dtype).view(3, 2)
         for freeze in (True, False):
@@ -352,7 +350,7 @@ def test_from_pretrained_of_integers() -> None:
 # --- active rows --------------------------------------------------------------------------------------------------------
 
 
-def test_functional_over_active_rows() -> None:
+def test_functional_over_active_rows():
     """`activate` is what forward is made of: the same output with plain torch."""
     ours, dense = both()
     ids = torch.tensor([[7, 1], [7, 7]])

@@ -4,20 +4,18 @@ import copy
 import functools
 import gc
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import take_step
 from in_child import forks, in_child
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 from sweeps import few
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weight_cases import Case, parse
+from weight_cases import parse
 
 import speedtransfer as st
 from speedtransfer.nn.tracing import ONE_GRAPH
@@ -40,15 +38,15 @@ def _compiled_anew():
     torch.compiler.reset()
 
 
-def compiled(model: Any, backend: str = "aot_eager", **options: Any) -> Any:
+def compiled(model, backend="aot_eager", **options):
     return torch.compile(model, backend=backend, fullgraph=True, **options)
 
 
-def leaves(found: Any) -> list[Tensor]:
+def leaves(found):
     return torch.utils._pytree.tree_leaves(found)
 
 
-def trained(run: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
+def trained(run, model, batches):
     """Return the results in training, and of evaluation after it, and the weights."""
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     # What a vocabulary draws for new ids.
@@ -65,7 +63,7 @@ def trained(run: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
     return [*found, *(value for name, value in model.state_dict().items() if name.endswith("weight"))]
 
 
-def drawn(*shapes: Any, high: int = 20) -> list[Any]:
+def drawn(*shapes, high=20):
     generator = torch.Generator().manual_seed(1)
     return [torch.empty(shape, dtype=torch.int64).random_(high, generator=generator) for shape in shapes]
 
@@ -74,13 +72,13 @@ def drawn(*shapes: Any, high: int = 20) -> list[Any]:
 
 
 class Model(nn.Module):
-    def __init__(self, dtype: torch.dtype = F64, **options: Any) -> None:
+    def __init__(self, dtype=F64, **options):
         super().__init__()
         self.words = st.Embedding(50, 4, padding_idx=3, dtype=dtype, **options)
         self.tags = st.Embedding(20, 4, dtype=dtype, **options)
         self.head = nn.Linear(4, 2, dtype=dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         found = self.words(ids) * self.words((ids + 1) % 50) + self.tags(ids % 20)
         return self.head(found).square()
 
@@ -88,23 +86,23 @@ class Model(nn.Module):
 class Weighing(nn.Module):
     """Weights of the ids of bags that are learned."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bag = st.EmbeddingBag(20, 4, mode="sum", dtype=F64)
         self.weight = nn.Parameter(torch.rand(20, dtype=F64))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.bag(per_sample_weights=self.weight[ids].exp(), input=ids)
 
 
 class Alone(nn.Module):
     """Features that are looked up by themselves, and one that nothing comes to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.features = st.MultiEmbedding(SIZES, 4, padding_idx=1, dtype=F64)
 
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, ids):
         named = self.features({"user": ids, "item": ids})
         return self.features["user"](ids) * self.features["day"](ids + 1), named["user"]
 
@@ -112,12 +110,12 @@ class Alone(nn.Module):
 class InTurn(nn.Module):
     """Rows that are looked up twice, and by a lookup whose result is not used."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.rows = st.Embedding(30, 4, max_norm=0.5, dtype=F64)
         self.ids = st.Embedding(30, 4, vocabulary=st.Vocabulary(seed=3), dtype=F64)
 
-    def forward(self, ids: Tensor) -> list[Tensor]:
+    def forward(self, ids):
         found = self.rows(ids) * self.ids(ids)
         self.rows(ids + 10)
         self.ids(ids - 1)
@@ -128,7 +126,7 @@ bag = functools.partial(functools.partial, st.EmbeddingBag, 20, 4, dtype=F64)
 features = functools.partial(functools.partial, st.MultiEmbedding, embedding_dim=4, dtype=F64)
 
 
-def by_id(padding_idx: Any = None, **options: Any) -> Callable[[], nn.Module]:
+def by_id(padding_idx=None, **options):
     return lambda: st.Embedding(30, 4, padding_idx, vocabulary=st.Vocabulary(seed=3, **options), dtype=F64)
 
 
@@ -141,7 +139,7 @@ PARTS = [(drawn(*shapes),) for shapes in ((3, (4, 5), 6), (5, (2, 6), 3), (4, (3
 SOME = [({"user": users, "day": days},) for ((users, _, days),) in PARTS]
 IDS = [(ids * 10**9 + 3,) for ids in drawn((4, 3), (5, 3), (6, 2), (4, 3))]
 # What is compiled, its batches, and whether torch.nn trains the same: not with other idle rows, or from other values.
-KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
+KINDS = {
     "exact": (Model, SMALL, True),
     # Copies of its rows are in memory that is used again.
     "large": (lambda: st.Embedding(5000, 64, 7, dtype=F64), [(ids,) for ids in drawn(3000, 2000, 2500)], True),
@@ -160,7 +158,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", few(KINDS, "exact", "n-grams", "bag weights", "features alone", "ids"))
-def test_every_kind(name: str, backend: str) -> None:
+def test_every_kind(name, backend):
     """A compiled model has the bits of the model itself, and the numbers of torch.nn, for batches of any size."""
     make, given, dense = KINDS[name]
     torch.manual_seed(0)
@@ -177,7 +175,7 @@ def test_every_kind(name: str, backend: str) -> None:
         torch.testing.assert_close(found, trained(other, other, given), rtol=1e-12, atol=1e-14)
 
 
-def test_what_nothing_comes_to_has_no_gradient() -> None:
+def test_what_nothing_comes_to_has_no_gradient():
     model, ids = Alone(), TABLES[0][0]
     compiled(model)(ids)[1].sum().backward()
     user, item = (model.features[name].weight.grad for name in ("user", "item"))
@@ -193,8 +191,8 @@ def test_what_nothing_comes_to_has_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("where", few(["within", "around"], "within"))
-def test_effects_are_not_repeated_by_checkpoints(where: str) -> None:
-    def seen(compiles: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+def test_effects_are_not_repeated_by_checkpoints(where):
+    def seen(compiles):
         torch.compiler.reset()
         torch.manual_seed(0)
         model, change = by_id(admit=3)(), compiled if compiles else lambda run: run
@@ -211,13 +209,13 @@ def test_effects_are_not_repeated_by_checkpoints(where: str) -> None:
 # --- programs -----------------------------------------------------------------------------------------------------------
 
 
-def pair(**options: Any) -> tuple[Model, Model]:
+def pair(**options):
     torch.manual_seed(0)
     model = Model(**options)
     return model, copy.deepcopy(model)
 
 
-def batches(count: int = 4, shape: Any = (6, 7)) -> list[Tensor]:
+def batches(count=4, shape=(6, 7)):
     return drawn(*[shape] * count, high=50)
 
 
@@ -286,14 +284,14 @@ opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 )
 
 
-def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
+def outcome(program, run, model):
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def step(loss: Tensor) -> None:
+    def step(loss):
         take_step(opt, loss)
         seen.append(loss)
 
-    seen: list[Any] = []
+    seen = []
     names = {"torch": torch, "nn": nn, "checkpoint": checkpoint, "run": run, "model": model, "opt": opt, "step": step}
     names |= {"words": model.words, "tags": model.tags, "batches": batches(), "seen": seen}
     exec(compile(program.code, f"<{program.title}>", "exec"), names)
@@ -304,7 +302,7 @@ def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
 @pytest.mark.parametrize("options", [{}, {"sparse": True}], ids=str)
-def test_programs_are_those_of_the_model_itself(program: Case, options: Any) -> None:
+def test_programs_are_those_of_the_model_itself(program, options):
     model, plain = pair(**options)
     found = outcome(program, compiled(model), model)
     torch.testing.assert_close(found, outcome(program, plain, plain), rtol=1e-13, atol=1e-15)
@@ -315,20 +313,20 @@ def test_programs_are_those_of_the_model_itself(program: Case, options: Any) -> 
 
 
 class Tied(Model):
-    def __init__(self, feature: bool) -> None:
+    def __init__(self, feature):
         super().__init__()
         if feature:
             self.all = st.MultiEmbedding({"word": 50}, 4, dtype=F64)
             self.words = self.all["word"]
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         weight, found = self.words.weight, self.words(ids).tanh()
         scores = F.linear(found, weight).logsumexp(-1) + (found @ weight.T).sum(-1)
         return scores + weight[ids].sum(-1) + weight.square().mean() + weight.shape[0]
 
 
 @pytest.mark.parametrize("feature", [False, True])
-def test_the_weight_used_beside_the_lookup(feature: bool) -> None:
+def test_the_weight_used_beside_the_lookup(feature):
     torch.manual_seed(0)
     model = Tied(feature)
     plain = copy.deepcopy(model)
@@ -338,7 +336,7 @@ def test_the_weight_used_beside_the_lookup(feature: bool) -> None:
         compiled(model)(torch.tensor([1, 2]))
 
 
-WRITES: dict[str, Callable[[nn.Module], Any]] = {
+WRITES = {
     "data": lambda emb: emb.weight.data.mul_(1.5),
     "rows": lambda emb: emb.weight.detach()[2:5].fill_(0.5),
     "another": lambda emb: setattr(emb.weight, "data", F.normalize(emb.weight.data)),
@@ -346,11 +344,11 @@ WRITES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", WRITES)
-def test_writes_before_a_lookup_are_seen(name: str) -> None:
+def test_writes_before_a_lookup_are_seen(name):
     model, plain = pair()
     ids = batches(1)[0]
 
-    def used(model: Model) -> Tensor:
+    def used(model):
         WRITES[name](model.words)
         return model(ids)
 
@@ -358,12 +356,12 @@ def test_writes_before_a_lookup_are_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 12}])
-def test_rows_of_the_table(options: dict[str, Any]) -> None:
+def test_rows_of_the_table(options):
     emb, ids = st.Embedding(30, 4, **options), torch.tensor([1, 5, 7])
     take_step(torch.optim.AdamW(emb.parameters()), emb(ids + 1).sum())
     before = emb.table[ids]
 
-    def used(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def used(ids):
         rows = emb.table[ids]
         emb.table[ids] = rows + 1
         return rows, emb.table.gather(ids)
@@ -373,11 +371,11 @@ def test_rows_of_the_table(options: dict[str, Any]) -> None:
     assert torch.equal(after, before + 1)
 
 
-def test_under_a_mode_of_dispatch() -> None:
+def test_under_a_mode_of_dispatch():
     """A compiled function runs as it is there, and so does a lookup, which the mode is not shown."""
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
     emb, ids = st.Embedding(30, 4, cache_rows=12), torch.tensor([1, 5, 7])
@@ -387,7 +385,7 @@ def test_under_a_mode_of_dispatch() -> None:
 
 
 @pytest.mark.parametrize("compiles_autograd", [False, True])
-def test_backward_in_a_compiled_function(compiles_autograd: bool) -> None:
+def test_backward_in_a_compiled_function(compiles_autograd):
     """It deposits once, by lookups that are compiled or not; compiled autograd, which would trace it, is left out."""
     model, plain = pair()
     backward = torch.compile(lambda loss: loss.backward(), backend="aot_eager")
@@ -399,13 +397,13 @@ def test_backward_in_a_compiled_function(compiles_autograd: bool) -> None:
     torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
 
 
-def changed_ids(ids: Tensor) -> None:
+def changed_ids(ids):
     loss = compiled(st.Embedding(50, 4))(ids).sum()
     ids.zero_()
     loss.backward()
 
 
-def copies_of_what_is_saved() -> None:
+def copies_of_what_is_saved():
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         loss = compiled(st.Embedding(20, 4, max_norm=0.8))(TABLES[0][0]).sum()
     loss.backward()
@@ -428,7 +426,7 @@ torch.export.export(Model().eval(), (batches(1)[0],), strict=True) -> Exception:
 
 
 @pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
-def test_refused(refusal: Refusal) -> None:
+def test_refused(refusal):
     check_refused(
         refusal, lines=True, **globals(), tensor=torch.tensor, multi=features(SIZES)(), emb=st.Embedding(50, 4)
     )
@@ -437,10 +435,10 @@ def test_refused(refusal: Refusal) -> None:
 # --- graphs, weights, copies, processes ----------------------------------------------------------------------------------
 
 
-def test_regions_that_are_compiled_once() -> None:
+def test_regions_that_are_compiled_once():
     """Torch loses gradients of what has an effect there: such a lookup is refused."""
 
-    def found(change: Callable[..., Any] = lambda run: run, **options: Any) -> list[Tensor]:
+    def found(change=lambda run: run, **options):
         torch.manual_seed(0)
         emb = st.Embedding(50, 4, **options)
         region = torch.compiler.nested_compile_region(lambda ids: emb(ids).tanh())
@@ -453,7 +451,7 @@ def test_regions_that_are_compiled_once() -> None:
         found(compiled, max_norm=0.8)
 
 
-def test_one_graph_for_layers_that_share_code() -> None:
+def test_one_graph_for_layers_that_share_code():
     layers = [nn.Sequential(st.Embedding(20, 4, dtype=F64), nn.Tanh()) for _ in range(12)]
     plain, ids = copy.deepcopy(layers), torch.tensor([1, 5, 1])
     for layer, other in zip(layers, plain, strict=True):
@@ -469,7 +467,7 @@ def test_one_graph_for_layers_that_share_code() -> None:
 
 
 @pytest.mark.slow
-def test_weights_that_are_swapped() -> None:
+def test_weights_that_are_swapped():
     model, plain = pair()
     other = {"words.weight": torch.randn(50, 4, dtype=F64, requires_grad=True)}
     ids = batches(1)[0]
@@ -487,7 +485,7 @@ def test_weights_that_are_swapped() -> None:
     assert torch.equal(run(ids), plain(ids))
 
 
-def test_a_copy_has_its_own_rows() -> None:
+def test_a_copy_has_its_own_rows():
     for model, ids in ((pair()[0], batches(1)[0]), (features(SIZES)(), drawn((4, 3))[0])):
         run = compiled(model)
         before, twin = run(ids).detach().clone(), copy.deepcopy(run)
@@ -499,7 +497,7 @@ def test_a_copy_has_its_own_rows() -> None:
         assert all(param.grad is None for param in model.parameters())
 
 
-def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
+def test_what_is_kept_of_a_lookup_goes_with_its_graph():
     model, _ = pair()
     run, anchor = compiled(model), model.words._handle.anchor
     loss = run(batches(1)[0]).mean()
@@ -520,7 +518,7 @@ def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
 
 @forks
 @torch.no_grad()
-def test_a_forked_process() -> None:
+def test_a_forked_process():
     model, plain = pair()
     run, ids = compiled(model), batches(1)[0]
     expected = plain(ids)

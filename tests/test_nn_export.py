@@ -19,18 +19,18 @@ IDS = torch.tensor([[1, 7, 2], [0, 7, 19]])
 
 
 class Model(nn.Module):
-    def __init__(self, embedding=st.Embedding, bag=st.EmbeddingBag, **options) -> None:
+    def __init__(self, embedding=st.Embedding, bag=st.EmbeddingBag, **options):
         super().__init__()
         self.words = embedding(20, 4, padding_idx=0, **options)
         self.again = self.words
         self.bags = nn.Sequential(bag(20, 4, mode="sum", **options))
         self.head = nn.Linear(4, 2)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.head(self.words(ids).sum(1) + self.again(ids[:, 0]) + self.bags(ids))
 
 
-def trained(steps: int = 3, **options) -> Model:
+def trained(steps=3, **options):
     torch.manual_seed(0)
     model = Model(**options)
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -43,7 +43,7 @@ def trained(steps: int = 3, **options) -> Model:
     "options",
     [{"idle": "exact"}, {"idle": "lazy"}, *({"storage_dtype": d} for d in (torch.int8, torch.float8_e5m2, "split24"))],
 )
-def test_modules_and_rows(options) -> None:
+def test_modules_and_rows(options):
     model = trained(**options).eval()
     dense = to_dense(model)
     assert type(dense) is Model
@@ -67,18 +67,18 @@ def test_modules_and_rows(options) -> None:
 
 
 class Scaled(st.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return super().forward(ids) * self.embedding_dim**0.5
 
 
 class ScaledByName(st.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return super(ScaledByName, self).forward(ids) * 2  # noqa: UP008 - the old way, which many models have
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", [Scaled, ScaledByName])
-def test_subclasses_keep_their_forward(kind) -> None:
+def test_subclasses_keep_their_forward(kind):
     model = trained(embedding=kind, idle="exact")
     dense = to_dense(model)
     assert isinstance(dense.words, kind)
@@ -94,7 +94,7 @@ def test_subclasses_keep_their_forward(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, Doubled])
-def test_replaced_modules_are_what_they_were_and_ties_stay(kind) -> None:
+def test_replaced_modules_are_what_they_were_and_ties_stay(kind):
     model = Model(kind, nn.EmbeddingBag)
     model.decoder = nn.Linear(4, 20, bias=False)
     model.decoder.weight = model.words.weight
@@ -122,7 +122,7 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_tools_that_would_record_the_rows_of_one_batch_raise(tool) -> None:
+def test_tools_that_would_record_the_rows_of_one_batch_raise(tool):
     if tool == "torch.export" and torch.__version__ < "2.7":
         pytest.skip("torch.export raises by itself, and does not say that it is the one who traces")
     model = trained().requires_grad_(False)
@@ -137,7 +137,7 @@ def test_tools_that_would_record_the_rows_of_one_batch_raise(tool) -> None:
 @pytest.mark.parametrize(
     "options", [{"idle": "exact"}, {"storage_dtype": torch.int8}, {"storage_dtype": "split24"}, {"memory": "mmap"}]
 )
-def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
+def test_torch_export_takes_the_weights_along(options, tmp_path):
     if "memory" in options:
         options = {**options, "path": tmp_path / "table.safetensors", "bag": lambda *_, **given: nn.EmbeddingBag(20, 4)}
     model = trained(**options).eval()
@@ -154,9 +154,9 @@ def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
 
 
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph at a lookup")
-def test_torch_export_of_a_condition() -> None:
+def test_torch_export_of_a_condition():
     class Either(Model):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return torch.cond(ids.sum() > 30, lambda ids: self.words(ids), lambda ids: self.words(ids) * 2, (ids,))
 
     model = Either()
@@ -166,7 +166,7 @@ def test_torch_export_of_a_condition() -> None:
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.export raises by itself, and does not say that it traces")
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_torch_export_cannot_take_raises(strict) -> None:
+def test_what_torch_export_cannot_take_raises(strict):
     ids = torch.tensor([[1, 2, 0]])
     with pytest.raises(Exception, match=r"speedtransfer\.to_dense\(model\)"):
         torch.export.export(st.MultiEmbedding([3, 4, 5], 4), (ids,), strict=strict)
@@ -176,7 +176,7 @@ def test_what_torch_export_cannot_take_raises(strict) -> None:
             torch.export.export(known, (ids,), strict=strict)
 
 
-def test_what_does_not_fit(monkeypatch) -> None:
+def test_what_does_not_fit(monkeypatch):
     model = Model()
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(3 * 20 * 4 * 4))
     with pytest.raises(HostMemoryError, match=r"take 640 bytes.*'words', 320 bytes.*cpu has 320 bytes left"):

@@ -2,13 +2,12 @@
 
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
 from cases import dtype_name, take_step
 from lazy_oracle import both, dense_grad
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer import buffers, jit
@@ -24,7 +23,7 @@ ROW_BYTES = 4 * DIM
 LIMITS = (buffers.SMALL_BYTES, host._COMPILED_BYTES, 2 * jit.THREAD_BYTES, host._STREAMING_BYTES)
 SIZES = sorted({1, *(limit // ROW_BYTES + d for limit in LIMITS for d in (-1, 0, 1))})
 NEAR = buffers.SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     **{dtype_name(t): {"dtype": t} for t in (torch.float32, torch.float64, torch.bfloat16)},
     "float8": {"storage_dtype": torch.float8_e4m3fn},
     "split24": {"storage_dtype": "split24"},
@@ -37,7 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-def pair(num: int, **options: Any) -> tuple[Any, Any, Tensor]:
+def pair(num, **options):
     """Return a module, torch's with the same rows, and `num` ids or bags of three: of every row, if there are enough."""
     torch.manual_seed(0)
     rows, kind = min(num, 500), "EmbeddingBag" if "mode" in options else "Embedding"
@@ -49,7 +48,7 @@ def pair(num: int, **options: Any) -> tuple[Any, Any, Tensor]:
     return ours, dense, torch.stack([ids, ids.flip(0), ids], 1) if "mode" in options else ids
 
 
-def compare(ours: Any, dense: Any, ids: Tensor) -> None:
+def compare(ours, dense, ids):
     """Scale what both return, in place; check that values, and the gradients of the rows and the scale, are torch's."""
     results = []
     for module in (ours, dense):
@@ -68,19 +67,19 @@ def compare(ours: Any, dense: Any, ids: Tensor) -> None:
 
 @pytest.mark.parametrize("num", SIZES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_at_every_size(num: int, threads: int, request: pytest.FixtureRequest) -> None:
+def test_at_every_size(num, threads, request):
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(threads)
     compare(*pair(num))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form(form: str) -> None:
+def test_every_form(form):
     compare(*pair(NEAR * 2 + 2, **FORMS[form]))
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])
-def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num: int) -> None:
+def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num):
     for module in pair(num)[:2]:
         out = module(torch.arange(num) % len(module.state_dict()["weight"]))
         loss = out.square().sum()
@@ -94,11 +93,11 @@ def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num: int) -> N
 
 @pytest.mark.parametrize("from_bytes", [1, buffers.SMALL_BYTES], ids=["large", "small"])
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])
-def test_gradgradcheck_through_the_active_rows(padding_idx: int | None, from_bytes: int, monkeypatch: Any) -> None:
+def test_gradgradcheck_through_the_active_rows(padding_idx, from_bytes, monkeypatch):
     monkeypatch.setattr(buffers, "SMALL_BYTES", from_bytes)
     active = st.Embedding(12, 5, padding_idx, dtype=torch.float64).activate(IDS)
 
-    def look_up(rows: torch.Tensor) -> torch.Tensor:
+    def look_up(rows):
         active.rows = rows
         return lookup(active).sin()
 
@@ -108,7 +107,7 @@ def test_gradgradcheck_through_the_active_rows(padding_idx: int | None, from_byt
     assert torch.autograd.gradgradcheck(look_up, rows)
 
 
-def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
+def test_backward_with_create_graph(request):
     ours, dense = both(dtype=torch.float64)
     # Torch warns of it once a process, and another test may have been the first.
     request.addfinalizer(functools.partial(torch.set_warn_always, False))
@@ -132,7 +131,7 @@ def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.skipif(ONE_GRAPH, reason="test_nn_compile.py has what there is no break in")
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-def test_a_compiled_model_trains_the_same(kind: str) -> None:
+def test_a_compiled_model_trains_the_same(kind):
     """The lookup breaks the graph; what is around it is compiled."""
     model = nn.Sequential(getattr(st, kind)(12, 5), nn.Linear(5, 1))
     plain = copy.deepcopy(model)

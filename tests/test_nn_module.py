@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 # --- what a table cannot serve ------------------------------------------------------------------------------------------
 
 
-def test_a_weight_that_one_of_its_modules_shortens_is_shortened_for_all() -> None:
+def test_a_weight_that_one_of_its_modules_shortens_is_shortened_for_all():
     for first, second in ((None, 0.5), (0.5, None)):
         one, other = st.Embedding(20, 4, max_norm=first), st.Embedding(20, 4, max_norm=second)
         one.weight = other.weight
@@ -30,11 +29,11 @@ def test_a_weight_that_one_of_its_modules_shortens_is_shortened_for_all() -> Non
             assert model._handle.renormalizes
 
 
-def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
+def test_a_table_that_no_optimizer_has_is_told_of_once():
     emb, head = st.Embedding(12, 5), torch.nn.Linear(5, 1)
     opt = torch.optim.SGD(head.parameters(), lr=0.1)
 
-    def train(steps: int, clear: bool) -> None:
+    def train(steps, clear):
         for _ in range(steps):
             (emb if clear else opt).zero_grad()
             head(emb(IDS)).sum().backward()
@@ -47,7 +46,7 @@ def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
     train(120, clear=False)
 
 
-def test_messages_name_the_module(tmp_path: Any) -> None:
+def test_messages_name_the_module(tmp_path):
     model = torch.nn.ModuleDict({"encoder": torch.nn.Sequential(torch.nn.Identity(), st.Embedding(12, 5))})
     with pytest.raises(ValueError, match=r"the gradient of encoder\.1\.weight is \(3, 5\)"):
         model["encoder"][1].weight.grad = torch.zeros(3, 5)
@@ -65,7 +64,7 @@ ROWS = torch.tensor([1, 2, 3])
 
 
 @pytest.fixture
-def model() -> nn.ModuleDict:
+def model():
     made = nn.ModuleDict({"users": st.Embedding(50, 4, idle="exact")})
     made["bags"] = nn.Sequential(st.EmbeddingBag(20, 4, idle="lazy", storage_dtype=torch.bfloat16))
     made["again"] = made["users"]
@@ -73,7 +72,7 @@ def model() -> nn.ModuleDict:
     return made
 
 
-def test_text_and_fields(model: nn.ModuleDict, tmp_path) -> None:
+def test_text_and_fields(model, tmp_path):
     found = st.summary(model)
     users, bags = found.tables
     assert (users.rows, users.dim, users.dtype, users.idle) == (50, 4, torch.float32, "exact")
@@ -92,8 +91,8 @@ def test_text_and_fields(model: nn.ModuleDict, tmp_path) -> None:
     assert st.summary(st.Embedding(3, 2)).tables[0].names == ("Embedding",)
 
 
-def test_owners(model: nn.ModuleDict) -> None:
-    def owners(*optimizers: Any) -> list[str]:
+def test_owners(model):
+    def owners(*optimizers):
         return [table.optimizer for table in st.summary(model, *optimizers).tables]
 
     users, bags = model["users"], model["bags"][0]
@@ -112,7 +111,7 @@ def test_owners(model: nn.ModuleDict) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "sparse", "idle"), [(torch.optim.AdamW, False, "exact"), (torch.optim.SparseAdam, True, "lazy")]
 )
-def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
+def test_idle_rows_are_those_in_force(optimizer, sparse, idle):
     emb = st.Embedding(50, 4, sparse=sparse)
     opt = optimizer(emb.parameters())
     assert st.summary(emb, opt).tables[0].idle == "auto"
@@ -141,7 +140,7 @@ assert not any(map(lambda a, b: a is b, own, now())), "something is not replaced
 """
 
 
-def test_an_import_replaces_nothing() -> None:
+def test_an_import_replaces_nothing():
     ran = run_script(IMPORTED)
     assert ran.returncode == 0, ran.stderr
 
@@ -152,11 +151,11 @@ def test_an_import_replaces_nothing() -> None:
 class Asked(nn.Module):
     """As a module of Pyro: it has an ``__init__`` without arguments, and notes where a parameter is read."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.read = list[str]()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         found = super().__getattr__(name)
         if isinstance(found, nn.Parameter):
             self.read.append(name)
@@ -164,7 +163,7 @@ class Asked(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-def test_a_second_base_class_begins_and_is_asked_for_the_weight(kind: str) -> None:
+def test_a_second_base_class_begins_and_is_asked_for_the_weight(kind):
     for library in (nn, st):
         made = type(kind, (getattr(library, kind), Asked), {})(12, 5)
         made.read.clear()
@@ -172,7 +171,7 @@ def test_a_second_base_class_begins_and_is_asked_for_the_weight(kind: str) -> No
         assert made.read == ["weight"]
 
 
-def test_tensors_without_values() -> None:
+def test_tensors_without_values():
     emb, mode = st.Embedding(12, 5), FakeTensorMode(allow_non_fake_inputs=True)
     with mode, pytest.raises(InvalidTypeError, match="FakeTensorMode cannot record how Embedding looks rows up"):
         emb(torch.zeros(3, dtype=torch.int64))

@@ -3,9 +3,6 @@
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,34 +16,34 @@ from speedtransfer.errors import InvalidValueError, RowIndexError
 SIZES, DIM, PADDING = [7, 60, 3, 21], 8, [None, 5, None, -1]
 NAMES = ["user", "item", "hour", "place"]
 # Arguments of the modules; optimizers are in test_optim_features.py.
-TRAINED: list[dict[str, Any]] = [{}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
+TRAINED = [{}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 ADAM = functools.partial(torch.optim.Adam, lr=0.02)
 
 
-def multi(named: bool = False, seed: int = 0, **options: Any) -> st.MultiEmbedding:
+def multi(named=False, seed=0, **options):
     torch.manual_seed(seed)
-    sizes: Any = dict(zip(NAMES, SIZES, strict=True)) if named else SIZES
-    padding: Any = dict(zip(NAMES, PADDING, strict=True)) if named else PADDING
+    sizes = dict(zip(NAMES, SIZES, strict=True)) if named else SIZES
+    padding = dict(zip(NAMES, PADDING, strict=True)) if named else PADDING
     return st.MultiEmbedding(sizes, DIM, padding_idx=padding, **options)
 
 
-def dense(named: bool = False, seed: int = 0, **options: Any) -> Any:
+def dense(named=False, seed=0, **options):
     torch.manual_seed(seed)
     modules = [nn.Embedding(n, DIM, padding_idx=p, **options) for n, p in zip(SIZES, PADDING, strict=True)]
     return nn.ModuleDict(dict(zip(NAMES, modules, strict=True))) if named else nn.ModuleList(modules)
 
 
-def columns(modules: Any, ids: Tensor) -> Tensor:
+def columns(modules, ids):
     return torch.stack([module(ids[..., i]) for i, module in enumerate(modules)], -2)
 
 
-def batches(steps: int, size: int = 12) -> Iterator[Tensor]:
+def batches(steps, size=12):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         yield (torch.rand(size, len(SIZES), generator=generator) ** 2 * torch.tensor(SIZES)).long()
 
 
-def train(modules: Any, forward: Callable[[Any, Tensor], Tensor], make: Any, steps: int = 25) -> Any:
+def train(modules, forward, make, steps=25):
     optimizer = make(list(modules.parameters()))
     for ids in batches(steps):
         rows = forward(modules, ids)
@@ -55,12 +52,12 @@ def train(modules: Any, forward: Callable[[Any, Tensor], Tensor], make: Any, ste
     return optimizer
 
 
-def assert_same(ours: Any, theirs: Any, tolerance: float = 5e-6) -> None:
+def assert_same(ours, theirs, tolerance=5e-6):
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.weight.detach(), other.weight.detach(), rtol=0, atol=tolerance)
 
 
-FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+FORMS = {
     "columns": lambda m, ids: m(ids),
     "parts": lambda m, ids: torch.stack(m(list(ids.unbind(1))), 1),
     "names": lambda m, ids: torch.stack(list(m({str(i): ids[:, i] for i in (0, 1, 2, 3)}).values()), 1),
@@ -71,7 +68,7 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_first_values_and_state_dicts_both_ways(named: bool) -> None:
+def test_first_values_and_state_dicts_both_ways(named):
     theirs = dense(named)
     state = torch.get_rng_state()
     of_theirs = st.MultiEmbedding.from_modules(theirs)
@@ -92,7 +89,7 @@ def test_first_values_and_state_dicts_both_ways(named: bool) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("options", TRAINED, ids=str)
-def test_training_as_torch(options: dict[str, Any], form: str) -> None:
+def test_training_as_torch(options, form):
     ours, theirs = multi(**options), dense(**options)
     make = functools.partial(torch.optim.SparseAdam, lr=0.02) if "sparse" in options else ADAM
     optimizer = train(ours, FORMS[form], make)
@@ -108,7 +105,7 @@ def test_training_as_torch(options: dict[str, Any], form: str) -> None:
 @pytest.mark.parametrize(
     "function", [torch.as_strided, torch.as_strided_copy, Tensor.as_strided], ids=["view", "copy", "method"]
 )
-def test_strides_begin_at_the_rows_of_the_feature(function: Any) -> None:
+def test_strides_begin_at_the_rows_of_the_feature(function):
     emb, modules = multi(), dense()
     for offset in ((), (3,)):
         found = [function(module.weight, (2, 3), (1, 4), *offset) for module in (emb[1], modules[1])]
@@ -118,7 +115,7 @@ def test_strides_begin_at_the_rows_of_the_feature(function: Any) -> None:
     assert torch.equal(emb[1].weight.grad.to_dense(), modules[1].weight.grad)
 
 
-def test_container() -> None:
+def test_container():
     ours, named, theirs = multi(), multi(named=True), dense()
     assert list(ours) == [ours[i] for i in range(4)]
     assert ours[-1] is ours[3]
@@ -135,7 +132,7 @@ def test_container() -> None:
         assert frozen[0].weight.requires_grad is trains
 
 
-def test_freed_at_once(no_gc: None) -> None:
+def test_freed_at_once(no_gc):
     ours = multi()
     train(ours, FORMS["columns"], ADAM, steps=2)
     ours[1].weight.detach()
@@ -150,22 +147,22 @@ def test_freed_at_once(no_gc: None) -> None:
 # --- refused ------------------------------------------------------------------------------------------------------------
 
 
-def load(m: Any, **entries: Tensor) -> None:
+def load(m, **entries):
     m.load_state_dict({**m.state_dict(), **{f"{name[1:]}.weight": value for name, value in entries.items()}})
 
 
-def of_modules(*others: Any) -> Any:
+def of_modules(*others):
     return st.MultiEmbedding.from_modules([nn.Embedding(4, 2), *others])
 
 
-def of_another(options: dict[str, Any], _: Any) -> None:
+def of_another(options, _):
     m = st.MultiEmbedding([4, 4], 2, **options)
     m[0].weight.data = m[0].weight.data
     m[0].weight.data = m[1].weight.data
 
 
 SHARED = nn.Embedding(4, 2)
-REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+REFUSED = [
     (
         lambda m: m(torch.tensor([[0, 0, 0, 0], [0, 0, 3, 0]])),
         r"index\[1, 2\] of feature '2' is 3 but it has 3 rows \(0 to 2\)",
@@ -200,7 +197,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("use", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused(use: Callable[[Any], Any], message: str) -> None:
+def test_refused(use, message):
     for grad in (True, False) if "index" in message else (True,):
         errors = (st.errors.SpeedtransferError, AssertionError, RuntimeError, IndexError)
         with torch.set_grad_enabled(grad), pytest.raises(errors, match=message) as caught:
@@ -211,7 +208,7 @@ def test_refused(use: Callable[[Any], Any], message: str) -> None:
 # --- tickets in the place of ids ------------------------------------------------------------------------------------------
 
 
-def test_what_tickets_serve() -> None:
+def test_what_tickets_serve():
     emb, ids, weight = multi(), next(batches(1)), torch.randn(sum(SIZES), DIM)
     active, wanted = emb.activate(emb.prefetch(ids)), emb.activate(ids)
     assert torch.equal(active.ids, wanted.ids)
@@ -233,7 +230,7 @@ def test_what_tickets_serve() -> None:
 
 @pytest.mark.parametrize("born", [lambda: multi(device="meta"), lambda: copy.deepcopy(multi().to("meta"))])
 @pytest.mark.parametrize("assign", [False, True])
-def test_what_is_loaded_gives_it_rows(born: Callable[[], Any], assign: bool) -> None:
+def test_what_is_loaded_gives_it_rows(born, assign):
     ours, theirs, ids = born(), dense(), next(batches(1))
     assert ours.weight.is_meta
     assert ours(ids.to("meta")).shape == (12, 4, DIM)
@@ -250,7 +247,7 @@ def test_what_is_loaded_gives_it_rows(born: Callable[[], Any], assign: bool) -> 
 
 
 @pytest.mark.parametrize("kind", [st.MultiEmbedding, st.MultiEmbeddingBag])
-def test_names_of_attributes_are_refused(kind: Any) -> None:
+def test_names_of_attributes_are_refused(kind):
     made, refused = kind({"x": 5, "y": 5}, DIM), set()
     for name in sorted({*dir(made), *vars(made), "mode", "dtype"}):
         if name.startswith("_") or hasattr(nn.ModuleDict, name) or hasattr(nn.ModuleDict(), name):
@@ -263,14 +260,14 @@ def test_names_of_attributes_are_refused(kind: Any) -> None:
     assert refused == set(kind._taken)
 
 
-def test_a_dict_with_such_a_name_stays_apart() -> None:
+def test_a_dict_with_such_a_name_stays_apart():
     model = nn.ModuleDict({"sizes": nn.ModuleDict({"weight": nn.Embedding(5, DIM), "shop": nn.Embedding(5, DIM)})})
     replaced = st.replace_embeddings(model, 0, fuse=True)
     assert replaced == ["sizes.weight", "sizes.shop"]
     assert "a feature is named 'weight'" in replaced.notes["sizes.weight"]
 
 
-def test_a_copy_of_a_model_with_a_head_tied_to_a_feature(tmp_path: Path) -> None:
+def test_a_copy_of_a_model_with_a_head_tied_to_a_feature(tmp_path):
     torch.manual_seed(0)
     model = nn.Module()
     model.emb, model.head = st.MultiEmbedding({"a": 5, "b": 7}, 4), nn.Linear(4, 5, bias=False)

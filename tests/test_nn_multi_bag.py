@@ -1,8 +1,6 @@
 """``MultiEmbeddingBag`` against ``nn.EmbeddingBag`` modules, feature by feature: forms of ids, training, bad input."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ FEATURES = {"seen": "item", "who": "user", "bought": "item", "when": "hour"}
 MODES = {"seen": "sum", "who": "mean", "bought": "max", "when": "sum"}
 PADDING = {"item": 3, "user": None, "hour": -1}
 LENGTHS = {"seen": [3, 0, 9, 1], "who": [1, 1, 1, 1], "bought": [0, 4, 2, 0], "when": [2, 0, 0, 5]}
-MAKE: dict[str, Any] = {"features": FEATURES, "mode": MODES, "padding_idx": PADDING}
-ADAMW: Callable[..., Any] = lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)  # noqa: E731
+MAKE = {"features": FEATURES, "mode": MODES, "padding_idx": PADDING}
+ADAMW = lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)  # noqa: E731
 Lists = dict[str, list[Tensor]]
 
 
-def multi(seed: int = 0, **options: Any) -> st.MultiEmbeddingBag:
+def multi(seed=0, **options):
     torch.manual_seed(seed)
     return st.MultiEmbeddingBag(SIZES, DIM, **{**MAKE, **options})
 
@@ -29,13 +27,13 @@ def multi(seed: int = 0, **options: Any) -> st.MultiEmbeddingBag:
 class Dense(nn.ModuleDict):
     """The tables as ``nn.EmbeddingBag``; one that serves features of several modes takes each in turn."""
 
-    def __init__(self, seed: int = 0, padding_idx: Any = PADDING, **options: Any) -> None:
+    def __init__(self, seed=0, padding_idx=PADDING, **options):
         torch.manual_seed(seed)
         super().__init__(
             {name: nn.EmbeddingBag(n, DIM, padding_idx=padding_idx[name], **options) for name, n in SIZES.items()}
         )
 
-    def forward(self, bags: Lists, weights: Any = None, modes: Any = MODES) -> dict[str, Tensor]:
+    def forward(self, bags, weights=None, modes=MODES):
         found = {}
         for name, table in FEATURES.items():
             self[table].mode = modes[name]
@@ -43,11 +41,11 @@ class Dense(nn.ModuleDict):
         return found
 
 
-def offsets_of(bags: list[Tensor]) -> Tensor:
+def offsets_of(bags):
     return torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
 
 
-def batch(seed: int = 1, lengths: dict[str, list[int]] = LENGTHS) -> Lists:
+def batch(seed=1, lengths=LENGTHS):
     draw = torch.Generator().manual_seed(seed)
     return {
         name: [torch.randint(SIZES[FEATURES[name]], (n,), generator=draw) for n in each]
@@ -55,19 +53,19 @@ def batch(seed: int = 1, lengths: dict[str, list[int]] = LENGTHS) -> Lists:
     }
 
 
-def of_torchrec(values: Tensor, offsets: Tensor, keys: Any = None, weights: Any = None) -> Any:
+def of_torchrec(values, offsets, keys=None, weights=None):
     """Return what has the methods of TorchRec's JaggedTensor, or with keys of its KeyedJaggedTensor."""
     parts = {"values": values, "offsets": offsets, "weights_or_none": weights, "lengths": offsets.diff()}
     parts |= {} if keys is None else {"keys": keys}
     return SimpleNamespace(**{name: lambda part=part: part for name, part in parts.items()})
 
 
-def keyed(bags: Lists, weights: Any = None, names: Any = None) -> Any:
+def keyed(bags, weights=None, names=None):
     flat = [bag for name in names or bags for bag in bags[name]]
     return of_torchrec(torch.cat(flat), offsets_of(flat), [*(names or bags)], weights)
 
 
-FORMS: dict[str, Callable[[Lists], Any]] = {
+FORMS = {
     "pairs": lambda bags: {name: (torch.cat(each), offsets_of(each)[:-1]) for name, each in bags.items()},
     "int32": lambda bags: {n: (torch.cat(b).int(), offsets_of(b)[:-1].int()) for n, b in bags.items()},
     "a list": lambda bags: [(torch.cat(bags[name]), offsets_of(bags[name])[:-1].tolist()) for name in FEATURES],
@@ -81,22 +79,22 @@ FORMS: dict[str, Callable[[Lists], Any]] = {
 }
 
 
-def loss_of(found: Any) -> Tensor:
+def loss_of(found):
     parts = found.values() if isinstance(found, dict) else found
     return sum((part * torch.linspace(0.1, 1.5, part.numel()).view(part.shape)).square().sum() for part in parts)
 
 
-def named(found: Any) -> dict[str, Tensor]:
+def named(found):
     return found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True))
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+def assert_same(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("concatenate", [False, True])
 @pytest.mark.parametrize("form", FORMS)
-def test_as_torch(form: str, concatenate: bool) -> None:
+def test_as_torch(form, concatenate):
     ours, dense, bags = multi(dtype=torch.float64, concatenate=concatenate), Dense(dtype=torch.float64), batch()
     assert [*ours.state_dict()] == [*dense.state_dict()]
     found, wanted = ours(FORMS[form](bags)), dense(bags)
@@ -115,7 +113,7 @@ def test_as_torch(form: str, concatenate: bool) -> None:
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("modes", ["sum", "mean", "max", {**MODES, "bought": "mean"}], ids=str)
-def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
+def test_many_ids(modes, dtype, weighed):
     """So many that their order is known, by which gradients are summed."""
     modes = modes if isinstance(modes, dict) else dict.fromkeys(FEATURES, modes)
     bags, dense = batch(3, {name: [100 * n for n in each] for name, each in LENGTHS.items()}), Dense(dtype=dtype)
@@ -143,7 +141,7 @@ def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_dense_ids_and_columns(last: bool) -> None:
+def test_dense_ids_and_columns(last):
     """Two-dimensional ids; pairs with the end of the last bag; no bags; no ids."""
     ours, dense = multi(include_last_offset=last), Dense()
     bags = batch(2, {name: [3, 3] for name in FEATURES})
@@ -161,7 +159,7 @@ def test_dense_ids_and_columns(last: bool) -> None:
 
 
 @pytest.mark.parametrize("given", ["with the ids", "beside", "of some", "a list", "with a ticket"])
-def test_weights(given: str) -> None:
+def test_weights(given):
     bags, dense = batch(), Dense(dtype=torch.float64)
     ours = multi(dtype=torch.float64, mode={**MODES, "who": "sum", "bought": "sum"} if given != "of some" else MODES)
     draw = torch.Generator().manual_seed(3)
@@ -184,7 +182,7 @@ def test_weights(given: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"max_norm": 1.0}, {"mode": "sum"}], ids=str)
-def test_trains_as_torch(options: dict[str, Any]) -> None:
+def test_trains_as_torch(options):
     """Exact idle rows, a table that has no gradient in some steps, and reading ahead in others."""
     both = {"dtype": torch.float64} | {name: value for name, value in options.items() if name != "cache_rows"}
     ours, dense = multi(**{**options, **both}), Dense(**both)
@@ -200,7 +198,7 @@ def test_trains_as_torch(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours[name].weight.detach(), module.weight.detach(), rtol=0, atol=1e-12)
 
 
-def test_training_under_another_default_device() -> None:
+def test_training_under_another_default_device():
     lengths, found = {name: [100 * n for n in each] for name, each in LENGTHS.items()}, []
     given, weights = FORMS["pairs"](batch(lengths=lengths)), {"seen": torch.ones(sum(lengths["seen"]))}
     for device in ("meta", "cpu"):
@@ -212,7 +210,7 @@ def test_training_under_another_default_device() -> None:
     assert torch.equal(*found)
 
 
-def test_from_modules_and_state_dicts() -> None:
+def test_from_modules_and_state_dicts():
     tables = nn.ModuleDict({"a": nn.EmbeddingBag(9, 4, mode="sum", padding_idx=2), "b": nn.EmbeddingBag(7, 4)})
     ours = st.MultiEmbeddingBag.from_modules(tables, features={"x": "a", "y": "b", "z": "a"})
     assert ours.modes == {"x": "sum", "y": "mean", "z": "sum"}
@@ -224,12 +222,12 @@ def test_from_modules_and_state_dicts() -> None:
     tables.load_state_dict(ours.state_dict())
 
 
-def test_compiled() -> None:
+def test_compiled():
     ours, bags = multi(), FORMS["pairs"](batch())
     assert_same(torch.compile(ours, backend="eager")(bags), ours(bags))
 
 
-def test_a_vocabulary() -> None:
+def test_a_vocabulary():
     """Ids of any kind: what they had on the CPU as row numbers, once all are known."""
     ours = multi(padding_idx=None, vocabulary=st.Vocabulary())
     bags = batch()
@@ -248,15 +246,15 @@ def test_a_vocabulary() -> None:
 PAIR = (torch.tensor([1, 2, 3]), torch.tensor([0, 1]))
 
 
-def but(**parts: Any) -> dict[str, Any]:
+def but(**parts):
     return {**dict.fromkeys(FEATURES, PAIR), **parts}
 
 
-def keyed_at(*offsets: int, weights: Any = None) -> Any:
+def keyed_at(*offsets, weights=None):
     return of_torchrec(PAIR[0], torch.tensor(offsets), [*FEATURES], weights)
 
 
-REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+REFUSED = [
     (lambda m: m(but(who=(PAIR[0], torch.tensor([0, 3, 1])))), r"offsets\[2\] of feature 'who' is 1 after 3"),
     (lambda m: m(but(who=(PAIR[0], torch.tensor([0, 4])))), "offsets of feature 'who' go to 4 but there are 3 ids"),
     (lambda m: m(but(who=(PAIR[0], torch.tensor([1, 2])))), r"offsets of feature 'who' begin with \[1\]"),
@@ -285,7 +283,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("use", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused(use: Callable[[Any], Any], message: str) -> None:
+def test_refused(use, message):
     ours = multi(max_norm=0.1)
     before = ours.table.torch().clone()
     with pytest.raises(st.errors.SpeedtransferError, match=message) as error:

@@ -1,14 +1,12 @@
 """``MultiEmbedding`` with a vocabulary, against a table with a vocabulary for each feature, and one for all."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from cases import take_step
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
@@ -21,7 +19,7 @@ NAMES = {name[0]: name for name in SIZES}
 ADAMW = case_named("adamw").make
 
 
-def multi(sizes: Any = SIZES, idle: Any = "auto", **about: Any) -> st.MultiEmbedding:
+def multi(sizes=SIZES, idle="auto", **about):
     words = st.Vocabulary(seed=1, **about)
     return st.MultiEmbedding(sizes, 4, PADDING, vocabulary=words, idle=idle, dtype=torch.float64)
 
@@ -29,7 +27,7 @@ def multi(sizes: Any = SIZES, idle: Any = "auto", **about: Any) -> st.MultiEmbed
 class Each(nn.ModuleDict):
     """A module with a vocabulary for each feature, whose ids are those that the vocabulary of `multi` has."""
 
-    def __init__(self, like: st.MultiEmbedding, idle: Any = "auto") -> None:
+    def __init__(self, like, idle="auto"):
         super().__init__()
         self.keys_of = like.vocabulary_ids
         for name, size in SIZES.items():
@@ -37,11 +35,11 @@ class Each(nn.ModuleDict):
             known = st.Vocabulary(seed=1)
             self[name] = st.Embedding(size, 4, padding, dtype=torch.float64, vocabulary=known, idle=idle)
 
-    def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, ids):
         return {name: self[name](self.keys_of(name, part)) for name, part in ids.items()}
 
 
-def ids_of(step: int) -> dict[str, Tensor]:
+def ids_of(step):
     """Ids of each feature: new ones come in every step, the same of several features, of any size, and padding."""
     draw = torch.Generator().manual_seed(step)
     ids = {name: torch.randint(-4, 3 + step, (2, 3), generator=draw) for name in SIZES}
@@ -49,12 +47,12 @@ def ids_of(step: int) -> dict[str, Tensor]:
     return ids
 
 
-def loss_of(rows: dict[str, Tensor], features: str) -> Any:
+def loss_of(rows, features):
     some = [NAMES[f] for f in features]
     return sum(((rows[n] - 0.3).square() * torch.arange(4)).sum() * len(n) for n in some if n in rows)
 
 
-def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any = lambda embs, step: None) -> None:
+def train(embs, opt, steps, together=False, before=lambda embs, step: None):
     for step in steps:
         opt.zero_grad()
         before(embs, step)
@@ -66,14 +64,14 @@ def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any =
         opt.step()
 
 
-def rows_of(embs: Any) -> tuple[Tensor, Tensor]:
+def rows_of(embs):
     """All ids of the vocabularies, sorted, and their rows."""
     pairs = [emb.vocabulary.export() for emb in ([embs] if isinstance(embs, st.MultiEmbedding) else embs.values())]
     ids, rows = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return ids.sort()[0], rows[ids.argsort()]
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours, theirs):
     (ids, rows), (wanted, expected) = rows_of(ours), rows_of(theirs)
     assert torch.equal(ids, wanted)
     torch.testing.assert_close(rows, expected, rtol=0, atol=1e-12)
@@ -82,7 +80,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 # --- as modules with a vocabulary each ------------------------------------------------------------------------------------
 
 
-def forget(embs: Any, step: int) -> None:
+def forget(embs, step):
     """Rows of ids that are forgotten become those of other features."""
     if step not in (4, 7, 9):
         return
@@ -97,7 +95,7 @@ def forget(embs: Any, step: int) -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay"])
-def test_a_step_leaves_features_out_as_modules_of_their_own(name: str, idle: str, together: bool, grows: bool) -> None:
+def test_a_step_leaves_features_out_as_modules_of_their_own(name, idle, together, grows):
     """Also where ids are forgotten, and the table grows."""
     ours = multi(dict.fromkeys(SIZES, 2), idle=idle, max_capacity=1000) if grows else multi(idle=idle)
     theirs = Each(ours, idle)
@@ -112,7 +110,7 @@ def test_a_step_leaves_features_out_as_modules_of_their_own(name: str, idle: str
 
 
 @pytest.mark.parametrize("way", ["state dicts", "checkpoint", "smaller table"])
-def test_training_goes_on_from_what_was_saved(way: str, tmp_path: Any) -> None:
+def test_training_goes_on_from_what_was_saved(way, tmp_path):
     ours = multi(idle="exact")
     opt = ADAMW(ours.parameters())
     theirs = Each(ours, "exact")
@@ -135,7 +133,7 @@ def test_training_goes_on_from_what_was_saved(way: str, tmp_path: Any) -> None:
 
 # --- as one module with the same vocabulary --------------------------------------------------------------------------------
 
-FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
+FORMS = {
     "columns": lambda m, ids: m(torch.stack(list(ids.values()), -1)).unbind(-2),
     "list": lambda m, ids: m(list(ids.values())),
     "names": lambda m, ids: m(dict(reversed(ids.items()))).values(),
@@ -143,7 +141,7 @@ FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
     "ticket": lambda m, ids: m(m.prefetch(list(ids.values()))),
     "tickets of features": lambda m, ids: [m[name](m[name].prefetch(part)) for name, part in ids.items()],
 }
-ABOUT: dict[str, dict[str, Any]] = {
+ABOUT = {
     "evict": {"evict": "lru", "max_capacity": 40},
     "admit": {"admit": 2, "unseen": "zeros", "max_capacity": 1000},
     "row": {"admit": 3, "unseen": "row", "max_capacity": 1000},
@@ -157,7 +155,7 @@ ABOUT: dict[str, dict[str, Any]] = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("about", ABOUT)
-def test_the_vocabulary_does_what_it_says(about: str, form: str) -> None:
+def test_the_vocabulary_does_what_it_says(about, form):
     """The rows of ids, one after the other, as one table that is looked up by the ids of the vocabulary."""
     settings = dict(ABOUT[about])
     options = {name: settings.pop(name) for name in ("storage_dtype", "max_norm") if name in settings}
@@ -190,7 +188,7 @@ def test_the_vocabulary_does_what_it_says(about: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 26])
-def test_no_two_ids_share_one_of_the_vocabulary(count: int) -> None:
+def test_no_two_ids_share_one_of_the_vocabulary(count):
     emb = st.MultiEmbedding([4] * count, 2, vocabulary=st.Vocabulary())
     bits = 64 - count.bit_length()
     ids = torch.tensor([0, 1, -1, 7, (1 << bits - 1) - 1, -(1 << bits - 1)])
@@ -210,7 +208,7 @@ def test_no_two_ids_share_one_of_the_vocabulary(count: int) -> None:
     assert st.hash_ids(["a", "b"]).bitwise_right_shift(64 - bits).abs().max() < 1 << bits - 1
 
 
-def test_ids_are_any_integers_and_padding_is_one_row() -> None:
+def test_ids_are_any_integers_and_padding_is_one_row():
     emb = multi(idle="lazy")
     rows = emb({"user": torch.tensor([7], dtype=torch.uint8), "item": [2**64 - 1], "hour": torch.tensor(3)})
     assert torch.equal(rows["item"], emb["item"]([-1]))
@@ -232,11 +230,11 @@ def test_ids_are_any_integers_and_padding_is_one_row() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------------
 
 
-def small(sizes: Any = (3, 4), known: bool = True) -> Any:
+def small(sizes=(3, 4), known=True):
     return st.MultiEmbedding(sizes, 2, vocabulary=st.Vocabulary() if known else None)
 
 
-REFUSED: dict[str, Callable[[Any], Any]] = {
+REFUSED = {
     "no weight of its own": lambda emb: emb[0].weight,
     "has a vocabulary": st.to_dense,
     "cannot be written as a whole": lambda emb: emb.weight.data.mul_(2),
@@ -249,7 +247,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str) -> None:
+def test_refused(what):
     emb = small()
     emb(torch.tensor([[1, 2], [3, 4]]))
     before = emb.vocabulary.export()

@@ -1,15 +1,13 @@
 """Embeddings stored in a small form: what goes in and out, copies, conversions, state dicts, and what is moved."""
 
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import FLOAT8_DTYPES, take_step
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 from test_encoding import there_and_back
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer
 from speedtransfer.encoding.choice import codec_for
@@ -18,23 +16,23 @@ SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8_DTYPES, "split24")
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-def made(stored: Any, rows: int = 12, dim: int = 6, **options) -> speedtransfer.Embedding:
+def made(stored, rows=12, dim=6, **options):
     torch.manual_seed(2)
     return speedtransfer.Embedding(rows, dim, storage_dtype=stored, idle="lazy", **options)
 
 
-def dense(rows: int = 12, dim: int = 6) -> nn.Embedding:
+def dense(rows=12, dim=6):
     torch.manual_seed(2)
     return nn.Embedding(rows, dim)
 
 
-def quantised(weight: Tensor, dtype: Any) -> Tensor:
+def quantised(weight, dtype):
     """What a table of `dtype` holds of float32 rows, to the nearest, with one scale for a row."""
     width = weight.shape[1]
     return there_and_back(codec_for(width, torch.float32, dtype, width if dtype in FLOAT8_DTYPES else None), weight)
 
 
-def values(emb: nn.Module) -> Tensor:
+def values(emb):
     return emb.state_dict()["weight"].float()
 
 
@@ -42,7 +40,7 @@ def values(emb: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_first_values_are_those_of_torch_rounded(dtype: Any) -> None:
+def test_first_values_are_those_of_torch_rounded(dtype):
     ours, theirs = made(dtype, 5000, 33), dense(5000, 33)
     assert torch.equal(values(ours), quantised(theirs.weight.detach(), dtype))
     assert torch.equal(torch.randn(3), (dense(5000, 33), torch.randn(3))[1])  # no draw more or less
@@ -51,7 +49,7 @@ def test_first_values_are_those_of_torch_rounded(dtype: Any) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_from_pretrained_rounds_to_the_nearest(dtype: Any, given: torch.dtype) -> None:
+def test_from_pretrained_rounds_to_the_nearest(dtype, given):
     weight = dense(40, 7).weight.detach().to(given)
     emb = speedtransfer.Embedding.from_pretrained(weight, storage_dtype=dtype)
     assert torch.equal(values(emb), quantised(weight.float(), dtype))
@@ -85,7 +83,7 @@ dtype=torch.float8_e4m3fn -> InvalidTypeError: dtype is torch.float8_e4m3fn, .* 
 
 
 @pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
-def test_wrong_dtypes_and_blocks(refusal: Refusal) -> None:
+def test_wrong_dtypes_and_blocks(refusal):
     model, dtype_given = nn.Sequential(nn.Embedding(4, 2)), ", dtype=" in f", {refusal.call}"
     calls = ["st.Embedding(4, 2, {})", "st.EmbeddingBag(4, 2, {})", "st.MultiEmbedding([4, 3], 2, {})"]
     if not dtype_given:
@@ -101,7 +99,7 @@ def test_wrong_dtypes_and_blocks(refusal: Refusal) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
+def test_scales_for_blocks_of_columns(dtype):
     for block, scales in ((None, 2), (3, 67), (100, 2), (200, 1), (10**6, 1), (1, 200)):
         emb = made(dtype, 30, 200, scale_block=block, state_dtype=torch.uint8)
         assert emb.table.plane("weight.scale").shape == (30, scales)
@@ -117,7 +115,7 @@ def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> None:
+def test_codes_without_a_scale_are_stored_as_they_are(dtype):
     codes = torch.arange(252).view(42, 6).to(torch.uint8).view(dtype)
     # As bytes: torch 2.6 does not index float8.
     codes = codes.view(torch.uint8)[codes.float().isfinite().all(1)].view(dtype)
@@ -137,7 +135,7 @@ def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
-def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype: torch.dtype) -> None:
+def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype):
     codes = torch.randn(12, 6).to(dtype)
     ours, theirs = (library.Embedding.from_pretrained(codes.clone()) for library in (speedtransfer, nn))
     assert ours(IDS).dtype == theirs(IDS).dtype == dtype
@@ -152,7 +150,7 @@ def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype: torch.
 # --- memories ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:
+def test_a_file_keeps_its_dtype(tmp_path):
     emb = made(torch.bfloat16, memory="mmap", path=tmp_path / "rows.safetensors")
     with pytest.raises(ValueError, match="cannot change its dtype"):
         emb.half()

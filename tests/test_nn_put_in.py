@@ -17,19 +17,19 @@ IDS = torch.tensor([[1, 5, 5], [19, 0, 3]])
 ROWS = torch.arange(80.0).reshape(20, 4)
 
 
-def replaced(device: str) -> nn.Module:
+def replaced(device):
     model = nn.ModuleList([Doubled(20, 4, device=device)])
     st.replace_embeddings(model, min_rows=0)
     return model[0]
 
 
-MAKE: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+MAKE = {
     "embedding": (nn.Embedding, st.Embedding),
     "bag": (nn.EmbeddingBag, st.EmbeddingBag),
     "cache": (nn.Embedding, lambda *args, **kwargs: st.Embedding(*args, cache_rows=5, **kwargs)),
     "replaced": (Doubled, lambda *_, device: replaced(device)),
 }
-PUT: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+PUT = {
     "dict": lambda module, rows: module._parameters.update(weight=rows),
     "register": lambda module, rows: module.register_parameter("weight", rows),
     "assign": lambda module, rows: setattr(module, "weight", rows),
@@ -37,32 +37,32 @@ PUT: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 }
 
 
-def after(use: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
+def after(use):
     """Return what uses a model, and returns the model."""
     return lambda model: (use(model), model)[1]
 
 
-def load(model: nn.Module, **how: bool) -> None:
+def load(model, **how):
     model.load_state_dict({name: value.clone() * 2 for name, value in model.state_dict().items()}, **how)
 
 
-def averaged(model: nn.Module) -> nn.Module:
+def averaged(model):
     average = AveragedModel(model)
     average.update_parameters(model)
     return average.module
 
 
-def draw(model: nn.Module) -> None:
+def draw(model):
     torch.manual_seed(4)
     model[0].reset_parameters()
 
 
-def empty(model: nn.Module, device: str = "cpu") -> None:
+def empty(model, device="cpu"):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.to(device).to_empty(device="cpu").load_state_dict(state)
 
 
-THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
+THEN = {
     "to": lambda model: model.to("cpu"),
     "float": lambda model: model.float(),
     "half": lambda model: model.half().double(),
@@ -80,7 +80,7 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
+def trained(model, steps=2):
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
         take_step(opt, model(IDS).square().sum())
@@ -93,7 +93,7 @@ def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
     [("embedding", "register"), ("embedding", "assign"), *((k, p) for k in MAKE for p in ("dict", "of another"))],
 )
 @pytest.mark.parametrize("born", ["meta", "trained"])
-def test_every_use_sees_it(kind: str, put: str, born: str, tmp_path: Any) -> None:
+def test_every_use_sees_it(kind, put, born, tmp_path):
     for name, then in THEN.items():
         results = []
         for make in MAKE[kind]:
@@ -113,7 +113,7 @@ def test_every_use_sees_it(kind: str, put: str, born: str, tmp_path: Any) -> Non
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_what_needs_the_table_says_how_it_gets_the_rows(kind: str) -> None:
+def test_what_needs_the_table_says_how_it_gets_the_rows(kind):
     for device in ("meta", "cpu"):
         module: Any = MAKE[kind][1](20, 4, device=device)
         module._parameters["weight"] = nn.Parameter(ROWS.clone())
@@ -131,9 +131,9 @@ class OnManifold(nn.Parameter):
     pass
 
 
-def test_a_parameter_of_another_class_is_refused() -> None:
+def test_a_parameter_of_another_class_is_refused():
     made = OnManifold(torch.ones(9, 2))
-    ways: list[Callable[[Any], Any]] = [
+    ways = [
         lambda module: setattr(module, "weight", made),
         lambda module: module.register_parameter("weight", made),
         lambda module: module.load_state_dict(dict.fromkeys(module.state_dict(), made), assign=True),
@@ -155,7 +155,7 @@ def test_a_parameter_of_another_class_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", ["meta", "cpu"])
-def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first: str) -> None:
+def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first):
     one, other = st.Embedding(9, 2, device=first), st.Embedding(9, 2, device="meta")
     assert repr(other) == repr(nn.Embedding(9, 2, device="meta"))
     with pytest.raises(InvalidValueError, match="is on the meta device and has no rows yet"):

@@ -3,13 +3,12 @@
 import copy
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import COPIES, Doubled, take_step
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidValueError
@@ -18,14 +17,14 @@ replace_embeddings = functools.partial(st.replace_embeddings, min_rows=0)
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(41, 16, padding_idx=0, scale_grad_by_freq=True)
         self.same_words = self.words
         self.parts = nn.ModuleList([nn.EmbeddingBag(29, 16, mode="sum"), nn.Embedding(5, 16)])
 
 
-def test_names_modules_and_flags() -> None:
+def test_names_modules_and_flags():
     model = Model()
     model.words.weight.requires_grad_(False)
     model.words.eval()
@@ -45,7 +44,7 @@ def test_names_modules_and_flags() -> None:
         assert itself.table.num_rows == 4
 
 
-def test_every_argument_is_kept() -> None:
+def test_every_argument_is_kept():
     given = nn.Embedding(9, 4, 2, 1.5, 1.0, True, True)
     bag = nn.EmbeddingBag(9, 4, 1.5, 1.0, False, "max", False, None, True, 3)
     model = nn.ModuleList([given, bag])
@@ -61,7 +60,7 @@ def test_every_argument_is_kept() -> None:
 
 
 class Tied(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.words, self.out = Doubled(31, 4), nn.Linear(4, 31, bias=False)
@@ -69,13 +68,13 @@ class Tied(nn.Module):
         self.words.register_forward_hook(lambda module, args, output: output + 1)
         self.penalised = [self.words.weight]  # a list made in __init__, as DeepCTR-Torch's
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         logits = self.out(self.words(ids))
         return logits.logsumexp(-1).mean() + 1e-3 * sum(weight.square().sum() for weight in self.penalised)
 
 
 @pytest.mark.parametrize("when", ["before the optimizer", "after the optimizer", "after some steps"])
-def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(when: str) -> None:
+def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(when):
     ours, dense = Tied(), Tied()
     if when.startswith("before"):
         replace_embeddings(ours, idle="exact")
@@ -98,7 +97,7 @@ def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(wh
     torch.testing.assert_close(ours.words.weight, dense.words.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_replaced_subclass_is_copied_and_pickled() -> None:
+def test_a_replaced_subclass_is_copied_and_pickled():
     model = nn.ModuleDict({"words": Doubled(31, 4), "out": nn.Linear(4, 31, bias=False)})
     model["out"].weight = model["words"].weight
     replace_embeddings(model)
@@ -118,7 +117,7 @@ def test_a_replaced_subclass_is_copied_and_pickled() -> None:
 # --- what is left, and why ----------------------------------------------------------------------------------------------
 
 
-def test_the_report_says_what_was_left_and_why() -> None:
+def test_the_report_says_what_was_left_and_why():
     model = nn.ModuleDict(
         {"a": Doubled(9, 4), "small": nn.Embedding(3, 4), "b": nn.Embedding(9, 4), "head": nn.Linear(4, 9)}
     )
@@ -149,13 +148,13 @@ def test_the_report_says_what_was_left_and_why() -> None:
     "names",
     ["parts.*", ["parts.0", "parts.1"], iter(["parts.1", "parts.0"]), lambda name, module: module.num_embeddings < 40],
 )
-def test_names(names: Any) -> None:
+def test_names(names):
     report = replace_embeddings(Model(), names=names)
     assert report == ["parts.0", "parts.1"]
     assert "not among the names" in report.left["words"]
 
 
-def test_embeddings_by_bytes() -> None:
+def test_embeddings_by_bytes():
     model = nn.ModuleDict({"words": nn.Embedding(100, 8), "layers": nn.Embedding(100, 64)})
     model["halves"] = nn.Embedding(100, 64).bfloat16()
     report = replace_embeddings(model, min_bytes=100 * 64 * 4)
@@ -167,12 +166,12 @@ def test_embeddings_by_bytes() -> None:
     assert replace_embeddings(waiting, min_bytes=25_600) == [""]
 
 
-def test_a_failure_half_way_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_half_way_leaves_the_model_whole(monkeypatch):
     model = nn.ModuleDict({"a": nn.Embedding(9, 3), "b": nn.Embedding(9, 3)})
     module = sys.modules["speedtransfer.nn.replace"]
     make, made = module.make_handle, list[Any]()
 
-    def no_second(*args: Any) -> Any:
+    def no_second(*args):
         if made:
             raise HostMemoryError("no room")
         made.append(make(*args))
@@ -187,7 +186,7 @@ def test_a_failure_half_way_leaves_the_model_whole(monkeypatch: pytest.MonkeyPat
 # --- a weight that gets its table between forward and backward: the gradient of that forward is its own ------------------
 
 
-def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool = False) -> tuple[Any, list[float]]:
+def bound(kind, replaced=False, sparse=False, hooks=False):
     torch.manual_seed(0)
     model, seen = nn.Sequential(kind(50, 4, sparse=sparse), nn.Linear(4, 1)).double(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1) if sparse else torch.optim.Adam(model.parameters(), lr=0.1)
@@ -195,7 +194,7 @@ def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool =
         model[0].weight.register_hook(lambda grad: grad * 2)
         model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.sum().item()))
 
-    def loss(step: int) -> torch.Tensor:
+    def loss(step):
         return model(torch.arange(6).view(2, 3) * step % 50).square().sum()
 
     loss(9).backward()
@@ -211,13 +210,13 @@ def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool =
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("how", [{}, {"sparse": True}, {"hooks": True}], ids=str)
-def test_the_gradient_of_a_forward_before_the_table(kind: Any, how: dict[str, Any]) -> None:
+def test_the_gradient_of_a_forward_before_the_table(kind, how):
     (expected, seen), (found, ours) = bound(kind, **how), bound(kind, True, **how)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
     torch.testing.assert_close(ours, seen)
 
 
-def test_rows_in_another_order_cannot_take_it() -> None:
+def test_rows_in_another_order_cannot_take_it():
     model = nn.Sequential(nn.Embedding(50, 4))
     before, loss = (model(torch.arange(6)).square().sum() for _ in range(2))
     before.backward()
@@ -233,7 +232,7 @@ def test_rows_in_another_order_cannot_take_it() -> None:
 # --- what one table in the place of several would lose --------------------------------------------------------------------
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
+CHANGES = {
     "a hook of a weight": lambda tables: tables[0].weight.register_hook(lambda grad: grad * 3),
     "a hook after it": lambda tables: tables[0].weight.register_post_accumulate_grad_hook(lambda weight: None),
     "a lookup": lambda tables: setattr(tables[0], "forward", lambda ids: tables[1](ids) * 2),
@@ -244,7 +243,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_tables_with_something_of_their_own_stay_apart(change: str) -> None:
+def test_tables_with_something_of_their_own_stay_apart(change):
     model = nn.ModuleDict({"tables": nn.ModuleList(nn.Embedding(20, 4) for _ in range(2))})
     CHANGES[change](model["tables"])
     before = set(model.state_dict())
@@ -254,7 +253,7 @@ def test_tables_with_something_of_their_own_stay_apart(change: str) -> None:
     assert set(model.state_dict()) == before
 
 
-def test_a_path_is_that_of_one_table(tmp_path: Any) -> None:
+def test_a_path_is_that_of_one_table(tmp_path):
     model = nn.ModuleList(nn.Embedding(20, 4) for _ in range(2))
     with pytest.raises(InvalidValueError, match="the file of one table, but there are 2"):
         st.replace_embeddings(model, min_rows=0, memory="mmap", path=tmp_path / "rows.npy")

@@ -1,13 +1,11 @@
 """Features looked up one after the other give what nn.ModuleList gives, though the first lookup of a round reads for all."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from cases import saved, take_step
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
@@ -20,7 +18,7 @@ reads_ahead = pytest.mark.skipif(not TELLS_HOOKS, reason="this torch does not te
 
 SIZES = [50, 60, 70, 80]
 # Ids of all features, (batch, features), as the parts that a model makes of them.
-PARTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+PARTS = {
     "columns": lambda ids: list(ids.unbind(1)),
     "rows": lambda ids: list(ids.t().contiguous().unbind()),
     "pairs": lambda ids: [ids[:, 0:2], ids[:, 1:3], ids[:, 2:4], ids[:, 0]],
@@ -33,12 +31,12 @@ OPTIMIZERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.AdamW]
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def reads(monkeypatch):
     """How many features each lookup ahead was for."""
-    found: list[int] = []
+    found = []
     read = Rounds._read
 
-    def counted(self: Rounds, feature: object, handle: object, first: Tensor, wanted: list) -> Tensor | None:
+    def counted(self, feature, handle, first, wanted):
         rows = read(self, feature, handle, first, wanted)
         if rows is not None:
             found.append(len(wanted))
@@ -48,7 +46,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return found
 
 
-def twins(sizes: list[int] = SIZES, **options: Any) -> list[Any]:
+def twins(sizes=SIZES, **options):
     options["dtype"] = torch.float64
     torch.manual_seed(0)
     theirs = nn.ModuleList([nn.Embedding(count, 4, **options) for count in sizes])
@@ -56,7 +54,7 @@ def twins(sizes: list[int] = SIZES, **options: Any) -> list[Any]:
     return [theirs, st.MultiEmbedding(sizes, 4, **options)]
 
 
-def same(one: object, other: object) -> None:
+def same(one, other):
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -65,7 +63,7 @@ def same(one: object, other: object) -> None:
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("padding_idx", [None, 0])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_as_a_module_list(parts: str, padding_idx: int | None, optimizer: type, reads: list[int]) -> None:
+def test_training_as_a_module_list(parts, padding_idx, optimizer, reads):
     models = twins(padding_idx=padding_idx)
     steppers = [optimizer(model.parameters(), lr=0.1) for model in models]
     draw = torch.Generator().manual_seed(1)
@@ -94,12 +92,12 @@ def test_training_as_a_module_list(parts: str, padding_idx: int | None, optimize
     assert reads
 
 
-def look_up(modules: Any, ids: Tensor) -> list[Tensor]:
+def look_up(modules, ids):
     return [modules[number](part) for number, part in enumerate(ids.unbind(1))]
 
 
 @reads_ahead
-def test_one_read_for_all(reads: list[int]) -> None:
+def test_one_read_for_all(reads):
     _, emb = twins()
     for _ in range(3):
         look_up(emb, torch.randint(0, 50, (8, 4)))
@@ -107,7 +105,7 @@ def test_one_read_for_all(reads: list[int]) -> None:
 
 
 @pytest.mark.parametrize("array_of", [lambda emb: emb.table.numpy(), lambda emb: emb.weight.detach().numpy()])
-def test_an_array_over_the_rows_is_read_each_time(array_of: Callable[[Any], Any], reads: list[int]) -> None:
+def test_an_array_over_the_rows_is_read_each_time(array_of, reads):
     _, emb = twins()
     rows, ids = array_of(emb), torch.randint(0, 50, (8, 4))
     for _ in range(3):
@@ -118,7 +116,7 @@ def test_an_array_over_the_rows_is_read_each_time(array_of: Callable[[Any], Any]
 
 
 # Between the lookups of two features.
-BETWEEN: dict[str, Callable[[Any, Tensor], Any]] = {
+BETWEEN = {
     "weight": lambda model, ids: torch.no_grad()(model[1].weight.__setitem__)(ids[0, 1], 7.0),
     "data": lambda model, ids: model[1].weight.data.__setitem__(ids[0, 1], 7.0),
     "ids": lambda model, ids: ids.__setitem__((0, 1), 3),
@@ -130,7 +128,7 @@ BETWEEN: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_what_happens_between_lookups_shows(what: str) -> None:
+def test_what_happens_between_lookups_shows(what):
     models, ids = twins(), torch.randint(0, 50, (3, 8, 4), generator=torch.Generator().manual_seed(2))
     shown = []
     for model in models:
@@ -147,7 +145,7 @@ def test_what_happens_between_lookups_shows(what: str) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool) -> None:
+def test_checkpoints(reentrant):
     grads, ids = [], torch.randint(0, 50, (8, 2), generator=torch.Generator().manual_seed(2))
     for model in twins([50, 60]):
         for _ in range(3):
@@ -161,7 +159,7 @@ def test_checkpoints(reentrant: bool) -> None:
     same(*grads)
 
 
-def test_rows_are_written_in_place_and_copies_have_rounds_of_their_own() -> None:
+def test_rows_are_written_in_place_and_copies_have_rounds_of_their_own():
     _, emb = twins()
     ids = torch.randint(0, 50, (8, 4))
     for _ in range(2):
@@ -173,7 +171,7 @@ def test_rows_are_written_in_place_and_copies_have_rounds_of_their_own() -> None
         same(copied[1](ids[:, 1]), emb[1](ids[:, 1]))
 
 
-def test_an_id_out_of_range_is_told_where_it_is_looked_up() -> None:
+def test_an_id_out_of_range_is_told_where_it_is_looked_up():
     _, emb = twins()
     ids = torch.randint(0, 50, (8, 4))
     for _ in range(2):
@@ -191,7 +189,7 @@ def test_an_id_out_of_range_is_told_where_it_is_looked_up() -> None:
 class Model(nn.Module):
     """Embeddings in a list and in a dict, which can be fused, and in a list of several widths, which cannot."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.many = nn.ModuleList([nn.Embedding(40 + number, 8) for number in range(3)])
@@ -200,13 +198,13 @@ class Model(nn.Module):
         self.last = nn.Linear(8, 1)
         self.double()
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         found = sum(module(ids[:, number]) for number, module in enumerate(self.many))
         found = found + self.named["a"](ids[:, 0]) + self.named["b"](ids[:, 1] % 30) + self.widths[0](ids[:, 2])
         return self.last(found)
 
 
-def test_fused_models_train_as_before() -> None:
+def test_fused_models_train_as_before():
     models = [Model(), Model()]
     before = models[1].many[1].weight
     report = st.replace_embeddings(models[1], min_rows=0, fuse=True)
@@ -227,7 +225,7 @@ def test_fused_models_train_as_before() -> None:
         torch.optim.SGD([before], lr=0.1).step()
 
 
-def test_what_is_not_fused() -> None:
+def test_what_is_not_fused():
     model = Model()
     model.many[0].register_forward_hook(lambda *args: None)
     model.named["b"].weight = model.many[1].weight
@@ -241,7 +239,7 @@ def test_what_is_not_fused() -> None:
     assert "the model is the list itself" in st.replace_embeddings(alone, min_rows=0, fuse=True).notes["0"]
 
 
-def test_compiled_lookups_have_memory_of_their_own() -> None:
+def test_compiled_lookups_have_memory_of_their_own():
     _, emb = twins()
     compiled = torch.compile(look_up, backend="aot_eager")
     with torch.no_grad():

@@ -2,17 +2,15 @@
 
 import copy
 import pickle
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import take_step
 from engine_cases import interesting_floats
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 from safetensors.torch import load_file, save_file
 from test_encoding import of_24_bits
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.encoding.rounding import Keys, write_key
@@ -20,10 +18,10 @@ from speedtransfer.nn.sizing import table_size
 
 ROWS, DIM = 40, 6
 EVERY = torch.arange(ROWS)
-SPLIT: Any = {"storage_dtype": "split24"}
+SPLIT = {"storage_dtype": "split24"}
 
 
-def made(trained: bool = True, **options: Any) -> st.Embedding:
+def made(trained=True, **options):
     torch.manual_seed(1)
     emb = st.Embedding(ROWS, DIM, **{**SPLIT, **options})
     opt = torch.optim.SGD(emb.parameters(), lr=0.1)
@@ -32,7 +30,7 @@ def made(trained: bool = True, **options: Any) -> st.Embedding:
     return emb
 
 
-def rows_of(emb: st.Embedding) -> Tensor:
+def rows_of(emb):
     return emb.weight.detach().clone()
 
 
@@ -40,7 +38,7 @@ def rows_of(emb: st.Embedding) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-def test_training_is_that_of_torch_with_the_weight_rounded_after_each_step(kind: Any) -> None:
+def test_training_is_that_of_torch_with_the_weight_rounded_after_each_step(kind):
     torch.manual_seed(7)
     ours = st.Embedding(ROWS, DIM, idle="lazy", **SPLIT)
     dense = nn.Embedding.from_pretrained(rows_of(ours), freeze=False)
@@ -57,7 +55,7 @@ def test_training_is_that_of_torch_with_the_weight_rounded_after_each_step(kind:
 # --- what a table holds -----------------------------------------------------------------------------------------------
 
 
-def test_planes_and_bytes() -> None:
+def test_planes_and_bytes():
     emb = made()
     weight, low = emb.table.plane("weight"), emb.table.plane("weight.low")
     assert (weight.dtype, low.dtype, low.shape) == (torch.bfloat16, torch.int8, (ROWS, DIM))
@@ -73,7 +71,7 @@ def test_planes_and_bytes() -> None:
     assert "storage_dtype='split24'" in repr(emb)
 
 
-def test_a_table_in_bfloat16_gets_the_other_bits(tmp_path: Path) -> None:
+def test_a_table_in_bfloat16_gets_the_other_bits(tmp_path):
     table = st.Table.from_array(torch.randn(ROWS, DIM).bfloat16(), memory="pageable", device="cpu")
     before = table.torch().clone()
     emb = st.Embedding.from_pretrained(table, freeze=False, **SPLIT)
@@ -96,7 +94,7 @@ def test_a_table_in_bfloat16_gets_the_other_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 5}, {"memory": "mmap"}, {"layout": "rows"}], ids=str)
-def test_what_is_written_to_the_bfloat16_alone_is_what_rows_are(options: Any, tmp_path: Path) -> None:
+def test_what_is_written_to_the_bfloat16_alone_is_what_rows_are(options, tmp_path):
     if "memory" in options:
         options = {**options, "path": tmp_path / "rows.safetensors"}
     emb, at, ones = made(**options), torch.tensor([4, 0, 39]), torch.ones(ROWS, DIM)
@@ -120,7 +118,7 @@ def test_what_is_written_to_the_bfloat16_alone_is_what_rows_are(options: Any, tm
         assert torch.equal(emb(EVERY).detach(), wanted)
 
 
-def test_a_write_over_its_memory_gives_numbers_near_it() -> None:
+def test_a_write_over_its_memory_gives_numbers_near_it():
     """It is not seen, so that the other bits stay: less than half a step of bfloat16, and no NaN."""
     emb = made()
     for value in (0.0, -0.0, 1.0, float("inf")):
@@ -133,14 +131,14 @@ def test_a_write_over_its_memory_gives_numbers_near_it() -> None:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-def saved(tmp_path: Path) -> tuple[st.Embedding, Path]:
+def saved(tmp_path):
     emb, path = made(), tmp_path / "rows.safetensors"
     emb.table.save(path)
     return emb, path
 
 
 @pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
-def test_files(memory: Any, tmp_path: Path) -> None:
+def test_files(memory, tmp_path):
     emb, path = saved(tmp_path)
     table = st.Table.load(path, memory=memory, device="cpu")
     assert table.planes == ("weight", "weight.low")
@@ -175,13 +173,13 @@ Embedding.from_pretrained(table, freeze=False) -> StorageError: are read in plac
 
 
 @pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
-def test_wrong_files(refusal: Refusal, tmp_path: Path) -> None:
+def test_wrong_files(refusal, tmp_path):
     _, path = saved(tmp_path)
     weight = torch.zeros(4, 6, dtype=torch.bfloat16)
     short, floats = tmp_path / "short.safetensors", tmp_path / "floats.safetensors"
     save_file({"weight": weight, "weight.low": torch.zeros(3, 6, dtype=torch.int8)}, short)
     save_file({"weight": weight, "weight.low": torch.zeros(4, 6)}, floats)
-    names: Any = {"Table": st.Table, "Embedding": st.Embedding, "torch": torch, "path": path}
+    names = {"Table": st.Table, "Embedding": st.Embedding, "torch": torch, "path": path}
     names |= {"short": short, "floats": floats, "table": st.Table.load(path, memory="mmap", device="cpu")}
     check_refused(refusal, **names)
 
@@ -189,13 +187,13 @@ def test_wrong_files(refusal: Refusal, tmp_path: Path) -> None:
 # --- two of three bytes -----------------------------------------------------------------------------------------------
 
 
-def test_read_as_bfloat16_two_of_three_bytes_are_read(tmp_path: Path) -> None:
+def test_read_as_bfloat16_two_of_three_bytes_are_read(tmp_path):
     emb, path = saved(tmp_path)
     alone = load_file(path)["weight"]
     table = st.Table.load(path, memory="mmap", device="cpu")
     half = st.Embedding.from_pretrained(table, dtype=torch.bfloat16)
 
-    def read(module: st.Embedding, ids: Tensor) -> tuple[Tensor, int]:
+    def read(module, ids):
         module.table.reset_stats()
         return module(ids), module.table.stats().gathered_bytes
 
@@ -224,7 +222,7 @@ def test_read_as_bfloat16_two_of_three_bytes_are_read(tmp_path: Path) -> None:
     assert torch.equal(other.weight.detach(), alone)
 
 
-def test_conversion_is_that_of_torch() -> None:
+def test_conversion_is_that_of_torch():
     """Of a table that can be written: ties go to even, as in torch, and the table becomes one of bfloat16."""
     values = interesting_floats()
     values = of_24_bits(values[values.isfinite().all(1) & (values.abs() < 3e38).all(1)])

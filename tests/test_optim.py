@@ -2,8 +2,6 @@
 
 import copy
 import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,10 +9,10 @@ import pytest
 import torch
 from cases import take_step
 from lazy_oracle import Twins, exact, start_value, tensors_in
-from optimizer_cases import CASES, ONCE, OptimizerCase, case_named, some
+from optimizer_cases import CASES, ONCE, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
 from third_party import STYLES, Precise, RowOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
@@ -23,7 +21,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, OptimizerErr
 
 # Bit-equal: 16 columns fill whole vector registers, so no kernel treats a row differently for its place in the array.
 @pytest.mark.parametrize("case", some(CASES, ONCE), ids=str)
-def test_thirty_skewed_steps_equal_the_oracle(case: OptimizerCase) -> None:
+def test_thirty_skewed_steps_equal_the_oracle(case):
     twins = Twins(case.make)
     # From a rate of zero, then down and up.
     rate = twins.schedulers(
@@ -40,7 +38,7 @@ def test_thirty_skewed_steps_equal_the_oracle(case: OptimizerCase) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "adagrad-initial", "nadam-foreach", "adam-fused"])
-def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+def test_other_dtypes(name, dtype):
     case = case_named(name)
     eps = {"eps": 1e-4} if "eps" in case.make([nn.Parameter(torch.zeros(1))]).defaults else {}  # 1e-8 is 0 in float16
     # 64 halves fill the registers; scalar tails round once more.
@@ -49,7 +47,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
     twins.assert_same()
 
 
-def test_gradients_of_some_rows_and_of_none() -> None:
+def test_gradients_of_some_rows_and_of_none():
     emb = st.Embedding(8, 2, device="cpu")
     for foreach in (None, False, True):
         emb(torch.empty(0, dtype=torch.int64)).sum().backward()
@@ -62,7 +60,7 @@ def test_gradients_of_some_rows_and_of_none() -> None:
     assert emb.weight.grad[1].eq(1).all()
 
 
-def test_a_gradient_by_hand_stays_that_of_the_caller() -> None:
+def test_a_gradient_by_hand_stays_that_of_the_caller():
     embs = [st.Embedding(8, 2, device="cpu") for _ in range(2)]
     actives, grad = [emb.activate([1, 5]) for emb in embs], torch.ones(2, 2)
     for factor in (1, 10):
@@ -78,7 +76,7 @@ def test_a_gradient_by_hand_stays_that_of_the_caller() -> None:
         actives[0].add_grad([[1.0, 2.0]] * 2)
 
 
-def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up() -> None:
+def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up():
     """The step reads their rows: those of the lookup are other rows."""
     emb = st.Embedding(10, 2, memory="pageable", idle="lazy")
     opt = torch.optim.SGD(emb.parameters(), lr=1.0)
@@ -100,7 +98,7 @@ STARTS = {("yogi", "m"): 1e-3, ("yogi", "v"): 1e-3, ("counts", "level"): 7, ("sk
 
 
 @pytest.fixture(params=STYLES)
-def style(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def style(request, monkeypatch):
     def start(key, group, weight):
         value = STARTS.get((request.param, key))
         return start_value(key, group, weight) if value is None else value
@@ -111,7 +109,7 @@ def style(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dim", [16, 6, 1])
-def test_trains_as_the_oracle(style: str, dim: int) -> None:
+def test_trains_as_the_oracle(style, dim):
     kind, planes = STYLES[style]
     twins = Twins(kind, dim=dim)
     schedulers = [lr_scheduler.StepLR(opt, 4, 0.8) for opt in twins.optimizers if "lr" in opt.defaults]
@@ -120,7 +118,7 @@ def test_trains_as_the_oracle(style: str, dim: int) -> None:
     assert set(twins.ours.table.planes) == {"weight", *planes}
 
 
-def test_rows_as_many_as_columns(style: str) -> None:
+def test_rows_as_many_as_columns(style):
     """Shared state as long as the active rows, and planes as wide as the table is long, are told apart."""
     twins = Twins(STYLES[style][0], num_rows=6, dim=6)
     for rows in ([0, 1, 2], [0, 1, 2, 3, 4, 5], [2], [1, 2, 3, 4, 5], [0, 4, 5]):
@@ -130,7 +128,7 @@ def test_rows_as_many_as_columns(style: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["state dicts", "checkpoint"])
-def test_training_goes_on(style: str, how: str, tmp_path: Path) -> None:
+def test_training_goes_on(style, how, tmp_path):
     twins, other = (Twins(STYLES[style][0], dim=8) for _ in range(2))
     batches = twins.batches(20)
     twins.train(batches[:9])
@@ -147,9 +145,7 @@ def test_training_goes_on(style: str, how: str, tmp_path: Path) -> None:
     other.assert_same(1e-6)
 
 
-def test_state_that_does_not_fit_into_memory_is_refused_at_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_that_does_not_fit_into_memory_is_refused_at_the_first_step(tmp_path, monkeypatch):
     """Each plane would."""
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(5 * 100 * 8 * 2))
     for options in ({}, {"memory": "mmap", "path": tmp_path}):
@@ -167,7 +163,7 @@ def test_state_that_does_not_fit_into_memory_is_refused_at_the_first_step(
         take_step(torch.optim.SGD(emb.parameters()), emb(torch.tensor([1])).sum())
 
 
-def test_state_is_over_the_table() -> None:
+def test_state_is_over_the_table():
     """Containers stay what they are between steps; bools live in bytes."""
     twins = Twins(STYLES["buffers"][0])
     twins.train(twins.batches(2))
@@ -194,7 +190,7 @@ def test_state_is_over_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam-fused", "adagrad-initial", "rprop"])
-def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
+def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name):
     twins = Twins(case_named(name).make)
     batches = twins.batches(16)
     twins.train(batches[:8])
@@ -217,7 +213,7 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
 
 
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
-def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle: str) -> None:
+def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle):
     weights = []
     for emb in (st.Embedding(5, 2, idle=idle, dtype=torch.float64), nn.Embedding(5, 2, dtype=torch.float64)):
         nn.init.ones_(emb.weight)
@@ -231,7 +227,7 @@ def test_optimizers_that_keep_nothing_train_a_table_by_turns(idle: str) -> None:
     torch.testing.assert_close(*weights)
 
 
-def test_state_that_was_dropped_is_loaded_again() -> None:
+def test_state_that_was_dropped_is_loaded_again():
     weights = []
     for emb in (st.Embedding(5, 2), nn.Embedding(5, 2)):
         nn.init.ones_(emb.weight)
@@ -253,7 +249,7 @@ def test_state_that_was_dropped_is_loaded_again() -> None:
     torch.testing.assert_close(*weights)
 
 
-def test_state_begins_by_the_hyperparameters_after_a_first_step_that_failed() -> None:
+def test_state_begins_by_the_hyperparameters_after_a_first_step_that_failed():
     states = []
     for emb in (st.Embedding(4, 2), nn.Embedding(4, 2)):
         opt = torch.optim.Rprop(emb.parameters(), lr=0.02)
@@ -266,7 +262,7 @@ def test_state_begins_by_the_hyperparameters_after_a_first_step_that_failed() ->
     torch.testing.assert_close(*states)
 
 
-WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+WRITES = {
     "add_": lambda param, values: param.detach().add_(values),
     "data.add_": lambda param, values: param.data.add_(values),
     "data": lambda param, values: setattr(param, "data", param.data + values),
@@ -279,7 +275,7 @@ class LooksAhead(torch.optim.SGD):
 
     write = ""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         before = [param.detach().clone() for param in params]
         if closure is not None:
@@ -293,7 +289,7 @@ class LooksAhead(torch.optim.SGD):
 
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("features", [False, True])
-def test_rows_changed_before_the_closure_are_seen(write: str, features: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_changed_before_the_closure_are_seen(write, features, monkeypatch):
     monkeypatch.setattr(LooksAhead, "write", write)
     emb = st.MultiEmbedding([10, 5], 3) if features else st.Embedding(10, 3)
     # With a gradient of one feature, each has a parameter of its own in the step.
@@ -307,7 +303,7 @@ def test_rows_changed_before_the_closure_are_seen(write: str, features: bool, mo
     assert torch.equal(emb.weight, before)
 
 
-def test_a_table_that_an_optimizer_has_twice() -> None:
+def test_a_table_that_an_optimizer_has_twice():
     emb = st.Embedding(10, 3)
     with pytest.warns(UserWarning, match="duplicate"):
         opt = torch.optim.SGD([emb.weight, emb.weight], lr=0.1)
@@ -318,14 +314,14 @@ def test_a_table_that_an_optimizer_has_twice() -> None:
     assert torch.equal(emb.weight, before)
 
 
-def _halve(_: object, given: dict) -> dict:
+def _halve(_, given):
     halved = {name: value * 0.5 if value.dim() else value for name, value in given["state"][0].items()}
     return {**given, "state": {0: halved}}
 
 
 @pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
 @pytest.mark.parametrize("early", [True, False])
-def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: bool) -> None:
+def test_hooks_of_others_see_whole_planes_in_state_dicts(table, early):
     pair, seen = exact(case_named("adamw"), **table), ([], [])
     pair.train([] if early else pair.batches(3))
     for opt, shown in zip(pair.optimizers, seen, strict=True):
@@ -342,7 +338,7 @@ def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: boo
     torch.testing.assert_close(pair.ours.weight.detach(), pair.dense.weight.detach())
 
 
-def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> None:
+def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state():
     """They are zero, and caught up: written again they would take that of a table for each plane."""
     rss = lambda: psutil.Process().memory_info().rss  # noqa: E731
     emb = st.Embedding(400_000, 64)
@@ -361,17 +357,17 @@ def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> N
 class CountsLate(RowOptimizer):
     """Row by row for as long as any trial is; then each row is moved by what all have."""
 
-    def update(self, p, g, state, group) -> None:
+    def update(self, p, g, state, group):
         state["step"] = state.get("step", 0) + 1
         p.sub_(g if state["step"] < 28 else g * p.norm(), alpha=group["lr"] / 10)
 
 
 class Overflows(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
+    def update(self, p, g, state, group):
         p.mul_(1e30).sub_(g)
 
 
 @pytest.mark.parametrize(("kind", "result"), [(Precise, "works"), (Overflows, FAILS), (CountsLate, DIFFERS)])
-def test_the_sweep_tells_what_differs(kind: type[RowOptimizer], result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_tells_what_differs(kind, result, monkeypatch):
     monkeypatch.setattr("sweep_optimizers.STEPS", 50)
     assert outcome("ours", kind).result == result

@@ -5,7 +5,6 @@ Weights and state are those of a dense optimizer in float64.
 
 import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 import torch
 from cases import saved, take_step
 from lazy_oracle import Twins, exact
-from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
+from optimizer_cases import BASE, COUPLED, FUSED, case_named, some
 from torch import Tensor, nn, optim
-from weight_cases import Case, parse
+from weight_cases import parse
 from weight_world import assert_equal, run_code
 
 import speedtransfer as st
@@ -29,7 +28,7 @@ State = dict[str, Any]
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", some([*BASE, *FUSED, *COUPLED]), ids=str)
-def test_there_and_back(case: OptimizerCase, idle: str) -> None:
+def test_there_and_back(case, idle):
     """From ours to torch and from torch to ours, through a file; into a new optimizer and one that has trained already."""
     pair, again = ((Twins(case.make) if idle == "lazy" else exact(case, torch.float64)) for _ in range(2))
     for seed in range(3):
@@ -45,14 +44,14 @@ def test_there_and_back(case: OptimizerCase, idle: str) -> None:
     pair.assert_same(1e-9 if idle == "exact" else None)
 
 
-def trained(steps: int) -> Twins:
+def trained(steps):
     twins = Twins(case_named("adamw").make)
     twins.train(twins.batches(steps))
     return twins
 
 
-def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
+def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch):
+    sizes = []
     usual = torch.optim.Optimizer._process_value_according_to_param_policy
 
     def cast(param, value, *args, **kwargs):
@@ -75,7 +74,7 @@ def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pyte
 # --- state that is read and written between steps -------------------------------------------------------------------------
 
 
-WRITES: dict[str, Callable[[Tensor], Any]] = {
+WRITES = {
     "zero_": Tensor.zero_,
     "some rows": lambda value: value[1:9].mul_(0.5),
     "rows of a mask": lambda value: value.__setitem__(torch.arange(60) % 3 == 0, 0.25),
@@ -89,7 +88,7 @@ CACHED = [(write, {"cache_rows": 7}) for write in WRITES if write != "numpy"]
 
 @pytest.mark.parametrize(("write", "options"), [*((write, {}) for write in WRITES), *CACHED], ids=str)
 @pytest.mark.parametrize("name", ["adamw", "adamax", "sgd-momentum", "adam-weight-decay", "rmsprop-centered"])
-def test_state_is_read_and_written_as_in_torch(name: str, write: str, options: dict[str, Any]) -> None:
+def test_state_is_read_and_written_as_in_torch(name, write, options):
     """Rows take the steps that they have missed by the state of before; a tensor that was taken earlier is that of now."""
     pair, kept = exact(case_named(name), torch.float64, **options), list[list[Tensor]]()
     for seed in range(3):
@@ -109,7 +108,7 @@ def test_state_is_read_and_written_as_in_torch(name: str, write: str, options: d
     pair.assert_same(1e-9)
 
 
-def test_state_of_other_dtypes_that_somebody_puts_in() -> None:
+def test_state_of_other_dtypes_that_somebody_puts_in():
     pair = exact(case_named("sgd-momentum"), torch.float32)
     pair.train(pair.batches(3))
     own = {"visits": torch.arange(60).view(60, 1) + 2**30 + 1, "wide": torch.full((60, 2), 1 / 3, dtype=torch.float64)}
@@ -122,7 +121,7 @@ def test_state_of_other_dtypes_that_somebody_puts_in() -> None:
         assert ours[name].dtype == theirs[name].dtype
 
 
-def test_state_has_no_memory_of_its_own() -> None:
+def test_state_has_no_memory_of_its_own():
     twins = trained(3)
     value = twins.opt.state[twins.ours.weight]["exp_avg"]
     with pytest.raises(OptimizerError, match="write into it with copy_"):
@@ -137,13 +136,13 @@ def test_state_has_no_memory_of_its_own() -> None:
 ROWS = 10
 
 
-def made(make: Any, kind: Any, options: State) -> tuple[Any, Any]:
+def made(make, kind, options):
     torch.manual_seed(0)
     module = make(ROWS, 2, dtype=torch.float64)
     return module, kind(module.parameters(), **{"lr": 0.02, **options})
 
 
-def train(module: Any, optimizer: Any, steps: int, edits: dict[int, State] | None = None, seed: int = 1) -> None:
+def train(module, optimizer, steps, edits=None, seed=1):
     """Train rows 0 to 7, some at the steps of the edits of the group, one step before or never in between.
 
     The loss is linear, so that no difference grows by itself.
@@ -166,7 +165,7 @@ def train(module: Any, optimizer: Any, steps: int, edits: dict[int, State] | Non
 Outcome = tuple[Tensor, State] | Exception
 
 
-def outcome(module: Any, optimizer: Any, use: Callable[[], Any]) -> Outcome:
+def outcome(module, optimizer, use):
     before = module.weight.detach().clone()
     try:
         use()
@@ -175,7 +174,7 @@ def outcome(module: Any, optimizer: Any, use: Callable[[], Any]) -> Outcome:
     return module.weight.detach() - before, optimizer.state_dict()["state"].get(0, {})
 
 
-def assert_as(dense: Outcome, ours: Outcome, tolerance: float = 1e-9) -> None:
+def assert_as(dense, ours, tolerance=1e-9):
     """Each row by itself, as some edits send a few of them far away; an error where torch raises."""
     if isinstance(dense, Exception):
         # Of torch where it is the same one, else ours.
@@ -200,7 +199,7 @@ ONES = torch.ones(10, 2, dtype=torch.float64)
 
 
 # By name: class, hyperparameters when it is saved and when it is loaded, what is in the state of each parameter then.
-LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
+LOADED = {
     "amsgrad off": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}, dict),
     "amsgrad on": (optim.Adam, {}, {"amsgrad": True}, dict),
     "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, dict),
@@ -223,7 +222,7 @@ LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
 }
 
 
-def outcome_of_loading(make: Any, saver: Any, case: str) -> Outcome:
+def outcome_of_loading(make, saver, case):
     kind, before, options, change = LOADED[case]
     module, optimizer = made(saver, kind, before)
     train(module, optimizer, 5, seed=0)
@@ -243,11 +242,11 @@ def outcome_of_loading(make: Any, saver: Any, case: str) -> Outcome:
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", LOADED)
 @pytest.mark.parametrize("saver", [nn.Embedding, st.Embedding])
-def test_loaded_state(case: str, saver: Any) -> None:
+def test_loaded_state(case, saver):
     assert_as(outcome_of_loading(nn.Embedding, nn.Embedding, case), outcome_of_loading(st.Embedding, saver, case))
 
 
-def _swap(module: Any, optimizer: Any) -> None:
+def _swap(module, optimizer):
     """Train with other state meanwhile, and then go on with that of before, of which nobody has made a copy."""
     kept = optimizer.state_dict()
     other = copy.deepcopy(kept)
@@ -258,7 +257,7 @@ def _swap(module: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(kept)
 
 
-def _note_gradient(module: Any, optimizer: Any) -> None:
+def _note_gradient(module, optimizer):
     """Keep the last gradient, as it is, with the state: of a fused step a wrong size would be memory that is not its own."""
     for row in range(4):
         (module(torch.tensor([row, 5])) * 1e-3).sum().backward()
@@ -270,7 +269,7 @@ def _note_gradient(module: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize("layout", ["planes", "rows"])
 @pytest.mark.parametrize("way", [_swap, _note_gradient])
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Rprop, optim.RMSprop])
-def test_state_is_replaced(kind: Any, way: Any, layout: str) -> None:
+def test_state_is_replaced(kind, way, layout):
     found = []
     for make in (nn.Embedding, functools.partial(st.Embedding, layout=layout)):
         pair = made(make, kind, {})
@@ -302,7 +301,7 @@ _DECAY, _DECOUPLED = {"weight_decay": 0.1}, {"decoupled_weight_decay": True, "we
 _CENTERED = {"centered": True, "momentum": 0.9}
 _MOMENTUM = {"momentum": 0.9, **_DECAY}
 # By class: hyperparameters to begin with, and values that those of the group are set to.
-EDITS: dict[str, tuple[list[State], dict[str, list[Any]]]] = {
+EDITS = {
     "SGD": ([{}, _MOMENTUM, {**_MOMENTUM, "nesterov": True}], {**_RATE, **_DECAYS, **_SGD}),
     "Adam": ([{}, {"amsgrad": True}, _DECAY, {"amsgrad": True, **_DECAY}], _ADAM),
     "AdamW": ([{"amsgrad": True}, {"betas": (0.9, 0.9), **_DECAY}], _ADAM),
@@ -327,11 +326,11 @@ PLANS = {
 }
 
 
-def _group_of(kind: str, start: State) -> State:
+def _group_of(kind, start):
     return getattr(optim, kind)([nn.Parameter(torch.zeros(1))], **{"lr": 0.02, **start}).param_groups[0]
 
 
-def edits_of(kind: str, key: str) -> list[tuple[State, str, Any, str]]:
+def edits_of(kind, key):
     """Return the edits of a hyperparameter: what the group begins with, the hyperparameter, the value, the plan."""
     starts, edits = EDITS[kind]
     groups = [(start, group) for start in starts for group in [_group_of(kind, start)] if key in group]
@@ -339,12 +338,12 @@ def edits_of(kind: str, key: str) -> list[tuple[State, str, Any, str]]:
     return [(start, key, value, plan) for start, value in changes for plan in PLANS]
 
 
-def check(kind: str, start: State, edits: dict[int, State], steps: int = STEPS, tolerance: float = 1e-9) -> None:
+def check(kind, start, edits, steps=STEPS, tolerance=1e-9):
     pairs = [made(make, getattr(optim, kind), start) for make in (nn.Embedding, st.Embedding)]
     assert_as(*(outcome(*pair, lambda pair=pair: train(*pair, steps, edits)) for pair in pairs), tolerance)
 
 
-def check_edit(kind: str, start: State, key: str, value: Any, plan: str) -> None:
+def check_edit(kind, start, key, value, plan):
     there, back = PLANS[plan]
     original = _group_of(kind, start)[key]
     edits = {step: {key: value} for step in there} | {step: {key: original} for step in back}
@@ -356,7 +355,7 @@ def check_edit(kind: str, start: State, key: str, value: Any, plan: str) -> None
 
 
 @pytest.mark.parametrize("kind", EDITS)
-def test_as_dense(kind: str) -> None:
+def test_as_dense(kind):
     """Each hyperparameter in one way: with another start, value and plan than the one before."""
     for number, key in enumerate(EDITS[kind][1]):
         # What all optimizers have takes half of them.
@@ -367,13 +366,13 @@ def test_as_dense(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", EDITS)
-def test_every_edit_as_dense(kind: str) -> None:
+def test_every_edit_as_dense(kind):
     for key in EDITS[kind][1]:
         for edit in edits_of(kind, key):
             check_edit(kind, *edit)
 
 
-def test_state_that_no_factor_describes() -> None:
+def test_state_that_no_factor_describes():
     """Norms above eps, the mean of the gradients while `centered` is off, step sizes between two bounds."""
     check("Adamax", {}, {7: {"eps": 1.0}, 15: {"eps": 1e-8}})
     check("RMSprop", {"centered": True}, {7: {"centered": False}, 15: {"centered": True}})
@@ -388,13 +387,13 @@ def test_state_that_no_factor_describes() -> None:
 # --- of two tables ----------------------------------------------------------------------------------------------------
 
 
-def two(kind: Any, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, optim.Optimizer, Callable[..., None]]:
+def two(kind, dtype=torch.float64):
     """Return two modules with an optimizer, and what steps with rows `k` and `k + 1` of them."""
     torch.manual_seed(0)
     a, b = (kind(6, 2, dtype=dtype) for _ in range(2))
     opt = optim.Adam([a.weight, b.weight], lr=0.1)
 
-    def steps(*rows: int) -> None:
+    def steps(*rows):
         for k in rows:
             take_step(opt, a(torch.tensor([k])).square().sum() + b(torch.tensor([k + 1])).square().sum())
 
@@ -450,7 +449,7 @@ for k in range(4):
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
-def test_of_two_tables(program: Case) -> None:
+def test_of_two_tables(program):
     found = []
     for kind in (st.Embedding, nn.Embedding):
         names = dict(zip(("a", "b", "opt", "steps"), two(kind), strict=True))
@@ -459,7 +458,7 @@ def test_of_two_tables(program: Case) -> None:
         torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=0, atol=1e-7)
 
 
-def test_two_tables_in_one_memory_are_not_trained_by_one_optimizer() -> None:
+def test_two_tables_in_one_memory_are_not_trained_by_one_optimizer():
     rows = torch.ones(6, 2)
     a, b = (st.Embedding.from_pretrained(part, freeze=False) for part in (rows[:4], rows[2:]))
     opt = optim.SGD([a.weight, b.weight], lr=0.1)
@@ -468,7 +467,7 @@ def test_two_tables_in_one_memory_are_not_trained_by_one_optimizer() -> None:
     assert torch.equal(rows, torch.ones(6, 2))
 
 
-def test_state_of_8_bits_is_read_and_written() -> None:
+def test_state_of_8_bits_is_read_and_written():
     a, _, opt, steps = two(functools.partial(st.Embedding, state_dtype=torch.uint8), torch.float32)
     held = opt.state[a.weight]["exp_avg"]
     part, before = held[1:3], held.clone()

@@ -1,13 +1,10 @@
 """Steps in which some features of a `MultiEmbedding` have no gradient: those of ``nn.ModuleList``, which leaves them out."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import third_party
 import torch
 from cases import take_step
-from optimizer_cases import BASE, COUPLED, FOREACH, FUSED, OptimizerCase, case_named, some
+from optimizer_cases import BASE, COUPLED, FOREACH, FUSED, case_named, some
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -18,24 +15,24 @@ SIZES, DIM = (20, 1, 30, 7), 3
 STEPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (2,), (), (0, 3), (1, 2, 3), (0, 1, 2, 3), (0, 1), (3,), (0, 1, 2, 3), (0, 2)]
 
 
-def multi(**options: Any) -> st.MultiEmbedding:
+def multi(**options):
     torch.manual_seed(2)
     return st.MultiEmbedding(SIZES, DIM, dtype=torch.float64, **options)
 
 
-def modules(kind: Any = nn.Embedding, **options: Any) -> nn.ModuleList:
+def modules(kind=nn.Embedding, **options):
     torch.manual_seed(2)
     return nn.ModuleList([kind(size, DIM, dtype=torch.float64, **options) for size in SIZES])
 
 
-def ids_of(step: int, feature: int) -> Tensor:
+def ids_of(step, feature):
     generator = torch.Generator().manual_seed(10 * step + feature)
     # A batch may name no row of a feature, whose gradient is zero then, not None.
     count = 0 if step % 5 == 2 and feature == 0 else 4
     return (torch.rand(count, generator=generator) ** 2 * SIZES[feature]).long()
 
 
-def loss_of(embs: Any, step: int, features: tuple[int, ...], together: bool = False) -> Tensor:
+def loss_of(embs, step, features, together=False):
     if together:
         # All are looked up, and the loss takes the rows of some.
         rows = embs([ids_of(step, feature) for feature in range(len(SIZES))])
@@ -44,7 +41,7 @@ def loss_of(embs: Any, step: int, features: tuple[int, ...], together: bool = Fa
     return sum(((rows[f] - 0.3).square().sum() + rows[f].sum() * f for f in features), torch.zeros(()).double())
 
 
-def train(embs: Any, opt: torch.optim.Optimizer, steps: range, clear: Callable[[Any, int], None] | None = None, **how):
+def train(embs, opt, steps, clear=None, **how):
     for step in steps:
         opt.zero_grad() if clear is None else clear(opt, step)
         if STEPS[step]:
@@ -52,22 +49,22 @@ def train(embs: Any, opt: torch.optim.Optimizer, steps: range, clear: Callable[[
         opt.step()
 
 
-def rows_of(embs: Any) -> Tensor:
+def rows_of(embs):
     return torch.cat([emb.weight.detach() for emb in embs])
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
+def assert_same(ours, theirs):
     torch.testing.assert_close(rows_of(ours), rows_of(theirs), rtol=0, atol=1e-12)
 
 
-def check(make: Any, ours: Any, theirs: Any, clear: Any = None, together: bool = False, begin: int = 0) -> None:
+def check(make, ours, theirs, clear=None, together=False, begin=0):
     train(ours, make(list(ours.parameters())), range(begin, len(STEPS)), clear, together=together)
     train(theirs, make(list(theirs.parameters())), range(begin, len(STEPS)), clear)
     assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("case", some([*BASE, *COUPLED]), ids=str)
-def test_every_optimizer_with_exact_idle_rows(case: OptimizerCase) -> None:
+def test_every_optimizer_with_exact_idle_rows(case):
     check(case.make, multi(idle="exact"), modules(), together=True)
 
 
@@ -78,11 +75,11 @@ OTHERS = [third_party.Buffers, third_party.History, third_party.Yogi]
 
 
 @pytest.mark.parametrize("case", [*some(VARIANTS), *OTHERS], ids=str)
-def test_every_implementation_and_other_optimizers_with_lazy_idle_rows(case: Any) -> None:
+def test_every_implementation_and_other_optimizers_with_lazy_idle_rows(case):
     check(getattr(case, "make", case), multi(idle="lazy"), modules(st.Embedding, idle="lazy"))
 
 
-CLEARS: dict[str, Any] = {
+CLEARS = {
     "all": None,
     "to zero": lambda opt, step: opt.zero_grad(set_to_none=step % 4 == 0),
     "every second step": lambda opt, step: None if step % 2 else opt.zero_grad(),
@@ -91,12 +88,12 @@ CLEARS: dict[str, Any] = {
 
 @pytest.mark.parametrize("clear", CLEARS)
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 5}, {"layout": "rows"}], ids=str)
-def test_other_tables_gradients_of_zero_and_of_the_step_before(clear: str, options: dict[str, Any]) -> None:
+def test_other_tables_gradients_of_zero_and_of_the_step_before(clear, options):
     check(case_named("asgd" if clear == "all" else "rprop").make, multi(**options), modules(), CLEARS[clear])
 
 
-def test_clipping_hyperparameters_and_uses_of_whole_weights() -> None:
-    def trained(embs: Any) -> list[Tensor]:
+def test_clipping_hyperparameters_and_uses_of_whole_weights():
+    def trained(embs):
         opt = torch.optim.AdamW([{"params": nn.Linear(2, 2).parameters()}, {"params": embs.parameters()}], lr=0.1)
         scheduler, norms = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8), []
         for step, features in enumerate(STEPS):
@@ -115,7 +112,7 @@ def test_clipping_hyperparameters_and_uses_of_whole_weights() -> None:
     torch.testing.assert_close(trained(multi()), trained(modules()), rtol=0, atol=1e-12)
 
 
-def test_the_gradient_of_a_feature() -> None:
+def test_the_gradient_of_a_feature():
     ours, theirs = multi(), modules()
     for embs in (ours, theirs):
         assert embs[0].weight.grad is None
@@ -142,7 +139,7 @@ def test_the_gradient_of_a_feature() -> None:
     assert ours.weight.grad is None
 
 
-def test_the_gradients_of_features_are_converted_with_the_weight() -> None:
+def test_the_gradients_of_features_are_converted_with_the_weight():
     ours, theirs = multi(), modules()
     for embs in (ours, theirs):
         loss_of(embs, 1, (0, 2)).backward()
@@ -152,11 +149,11 @@ def test_the_gradients_of_features_are_converted_with_the_weight() -> None:
     assert_same(ours, theirs)
 
 
-def test_features_that_have_stepped_together_go_apart() -> None:
+def test_features_that_have_stepped_together_go_apart():
     check(case_named("nadam").make, multi(), modules(), begin=2)
 
 
-def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
+def test_a_gradient_made_dense_is_of_the_features_written_to():
     emb = multi()
     before, opt = rows_of(emb), torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
     emb[0](torch.tensor([1])).sum().backward()
@@ -166,8 +163,8 @@ def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
 
 
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
-def test_a_feature_begins_with_the_hyperparameters_of_its_first_step(idle: str) -> None:
-    def trained(embs: Any) -> list[Tensor]:
+def test_a_feature_begins_with_the_hyperparameters_of_its_first_step(idle):
+    def trained(embs):
         optimizer = torch.optim.Rprop(embs.parameters(), lr=0.1)
         for number, (feature, ids) in enumerate([(0, [0, 1]), (2, [0, 1]), (2, [2]), (2, [2]), (0, [2])]):
             optimizer.param_groups[0]["lr"] = 0.05 if number else 0.1
@@ -178,8 +175,8 @@ def test_a_feature_begins_with_the_hyperparameters_of_its_first_step(idle: str) 
     torch.testing.assert_close(trained(multi(idle=idle)), trained(modules()), rtol=0, atol=1e-12)
 
 
-def test_a_gradient_that_was_kept_is_that_of_its_feature() -> None:
-    def seen(kind: Any) -> list[Tensor]:
+def test_a_gradient_that_was_kept_is_that_of_its_feature():
+    def seen(kind):
         embs, shown = kind(), []
         ids, more = torch.tensor([1, 2]), torch.tensor([2, 5])
         (embs[0](ids).square().sum() + embs[2](ids).square().sum()).backward()
@@ -208,18 +205,18 @@ def test_a_gradient_that_was_kept_is_that_of_its_feature() -> None:
 class KeepsParameters(torch.optim.Optimizer):
     """Goes by a list of its own."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
+    def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
         self.kept = {"all": [param for group in self.param_groups for param in group["params"]]}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for param in self.kept["all"]:
             if param.grad is not None:
                 param.sub_(param.grad, alpha=self.defaults["lr"])
 
 
-def test_an_optimizer_that_goes_by_parameters_of_its_own() -> None:
+def test_an_optimizer_that_goes_by_parameters_of_its_own():
     ours = multi(idle="lazy")
     opt = KeepsParameters(ours.parameters())
     loss_of(ours, 3, (0, 1, 2, 3)).backward()
@@ -232,7 +229,7 @@ def test_an_optimizer_that_goes_by_parameters_of_its_own() -> None:
     assert torch.equal(rows_of(ours), before)
 
 
-def test_refused() -> None:
+def test_refused():
     emb = multi()
     opt = torch.optim.Adam(emb.parameters())
     train(emb, opt, range(3))

@@ -4,8 +4,6 @@ import copy
 import functools
 import importlib
 import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +21,7 @@ from speedtransfer.optim import merge
 IDS = torch.tensor([1, 3, 3, 8])
 
 
-def test_the_weight_of_a_feature_in_a_function() -> None:
+def test_the_weight_of_a_feature_in_a_function():
     grads = []
     for module in (
         nn.ModuleDict({"a": nn.Embedding(3, 4), "b": nn.Embedding(7, 4)}),
@@ -39,7 +37,7 @@ def test_the_weight_of_a_feature_in_a_function() -> None:
     torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_of_ids_have_no_node() -> None:
+def test_rows_of_ids_have_no_node():
     emb = st.Embedding(10, 4, vocabulary=st.Vocabulary())
     with pytest.raises(InvalidValueError, match="used by its node in the graph"):
         graph.get_gradient_edge(emb.weight)
@@ -48,7 +46,7 @@ def test_rows_of_ids_have_no_node() -> None:
         loss.backward()
 
 
-def test_active_rows_are_not_changed_in_place_and_go_with_their_graph(no_gc: None) -> None:
+def test_active_rows_are_not_changed_in_place_and_go_with_their_graph(no_gc):
     emb = st.Embedding(10, 4)
     rows = emb.activate(IDS).rows
     with pytest.raises(RuntimeError, match="modified inplace"):
@@ -73,7 +71,7 @@ def test_active_rows_are_not_changed_in_place_and_go_with_their_graph(no_gc: Non
 ROWS, DIM, WORDS = 50, 4, 12
 
 
-def decode(module: nn.Module, seed: int = 0, call: Callable[..., Tensor] = lambda module, ids: module(ids)) -> Tensor:
+def decode(module, seed=0, call=lambda module, ids: module(ids)):
     ids = torch.randint(ROWS, (WORDS, 6), generator=torch.Generator().manual_seed(seed))
     state = torch.zeros(6, DIM, dtype=torch.float64)
     for row in ids:
@@ -83,15 +81,15 @@ def decode(module: nn.Module, seed: int = 0, call: Callable[..., Tensor] = lambd
 
 class Fails(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor) -> Tensor:
+    def forward(ctx, rows):
         return rows.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         raise RuntimeError("fails")
 
 
-def failed(module: Any, optimizer: Any) -> None:
+def failed(module, optimizer):
     calls = iter(range(WORDS))
     with pytest.raises(RuntimeError, match="fails"):
         decode(module, 0, lambda m, ids: Fails.apply(m(ids)) if next(calls) == 3 else m(ids)).backward()
@@ -99,11 +97,11 @@ def failed(module: Any, optimizer: Any) -> None:
     decode(module, 1).backward()
 
 
-def reentrant(module: Any, ids: Tensor) -> Tensor:
+def reentrant(module, ids):
     return checkpoint(lambda _: module(ids), torch.zeros(1, requires_grad=True), use_reentrant=True)
 
 
-PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
+PROGRAMS = {
     "many": lambda module, _: sum(decode(module, seed) for seed in range(20)).backward(),
     "with the whole": lambda module, _: (decode(module) + module.weight.square().sum() + decode(module, 1)).backward(),
     "all reentrant": lambda module, _: decode(module, 0, reentrant).backward(),
@@ -113,7 +111,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("rows", [1 << 16, 8])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_many_lookups(program: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_lookups(program, rows, monkeypatch):
     monkeypatch.setattr(merge, "MANY_ROWS", rows)
     weights = []
     for kind in (nn.Embedding, st.Embedding):
@@ -144,14 +142,14 @@ def test_backwards_of_several_threads_are_added():
 # --- functions of torch that take a parameter for a tensor of its own: each raises by the name of the table -------
 
 
-def model_of(lib: Any) -> nn.Sequential:
+def model_of(lib):
     torch.manual_seed(0)
     model = nn.Sequential(lib.Embedding(20, 4), nn.Linear(4, 2)).double()
     st.summary(model)
     return model
 
 
-REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+REFUSED = {
     "parameter": lambda model: nn.Parameter(model[0].weight),
     "parameter by name": lambda model: nn.Parameter(data=model[0].weight, requires_grad=False),
     "weight_norm": lambda model: parametrizations.weight_norm(model[0]),
@@ -161,7 +159,7 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_raises_by_name(how: str) -> None:
+def test_raises_by_name(how):
     REFUSED[how](model_of(nn))
     model = model_of(st)
     names, before = model[0].table, model[0].weight.detach().clone()
@@ -171,7 +169,7 @@ def test_raises_by_name(how: str) -> None:
     assert torch.equal(model[0].weight, before)
 
 
-def test_a_weight_emptied_as_zero_3_does() -> None:
+def test_a_weight_emptied_as_zero_3_does():
     model = model_of(st)
     with pytest.raises(InvalidValueError, match=r"\(20, 4\) but the values assigned are \(0,\).*st.table_parameters"):
         model[0].weight.data = torch.empty(0)
@@ -179,7 +177,7 @@ def test_a_weight_emptied_as_zero_3_does() -> None:
         model[0].weight.data = torch.empty(20, 3)
 
 
-def test_conversion_and_loading_where_torch_swaps_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_and_loading_where_torch_swaps_tensors(monkeypatch):
     monkeypatch.setattr("torch.__future__._swap_module_params_on_conversion", True)
     model = nn.Sequential(st.Embedding(20, 4), st.MultiEmbedding([20, 3], 4))
     state = model.state_dict()
@@ -196,7 +194,7 @@ def test_conversion_and_loading_where_torch_swaps_tensors(monkeypatch: pytest.Mo
 # --- DataParallel: one device calls the model, several are refused ----------------------------------------------------
 
 
-def test_with_several_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_several_gpus_it_is_refused(monkeypatch):
     """DataParallel takes models as if there were two GPUs; it could not run them."""
     # In torch.nn.parallel the name is that of a function.
     data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
@@ -213,7 +211,7 @@ def test_with_several_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("second", [[1, 3, 3, 9], [0, 1, 2, 9], range(40)])
 @pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
-def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: Any) -> None:
+def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind, second):
     """In torch the gradient is then that of the other ids, as far as autograd saves them: here some of both."""
     emb, batches = kind(50, 3, device="cpu"), iter([IDS, torch.tensor(second)])
     scale = torch.ones(1, requires_grad=True)
@@ -225,11 +223,11 @@ def test_a_checkpoint_that_looks_up_other_ids_in_backward(kind: type, second: An
 
 
 @pytest.mark.parametrize("kind", ["MUST_SAVE", "MUST_RECOMPUTE"])
-def test_selective_checkpoints(kind: str) -> None:
+def test_selective_checkpoints(kind):
     """They return what functions of torch have returned before, whichever a table calls."""
     contexts = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy[kind])
 
-    def trained(module: nn.Module, emb: Any) -> Tensor:
+    def trained(module, emb):
         nn.init.ones_(emb.weight)
         opt = torch.optim.Adam(module.parameters())
         for ids in (IDS, IDS + 20, IDS):

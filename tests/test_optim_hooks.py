@@ -1,29 +1,28 @@
 """Code that looks at the weight at any moment of a step sees all rows, as in torch, and changes nothing about the training."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from lazy_oracle import Twins, exact
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 Act = Callable[[], object]
 
 
-def of_all_optimizers(module: Any, opt: Any, act: Act) -> list[Any]:
+def of_all_optimizers(module, opt, act):
     registers = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
     return [register(lambda stepping, *_: act() if stepping is opt else None) for register in registers]
 
 
-def output(module: Any, opt: Any, act: Act) -> list[Any]:
+def output(module, opt, act):
     return [module.register_forward_hook(lambda module, args, out: (out.register_hook(lambda grad: act()), None)[1])]
 
 
 # By name: what has `act` called at a moment of each step, and returns handles of hooks.
-MOMENTS: dict[str, Callable[[Any, Any, Act], list[Any]]] = {
+MOMENTS = {
     "before step": lambda module, opt, act: [opt.register_step_pre_hook(lambda *_: act())],
     "after step": lambda module, opt, act: [opt.register_step_post_hook(lambda *_: act())],
     "all optimizers": of_all_optimizers,
@@ -35,7 +34,7 @@ MOMENTS: dict[str, Callable[[Any, Any, Act], list[Any]]] = {
 }
 
 
-def trained(moment: str, idle: str, optimizer: str, do: Callable[[Any, Any, list[Tensor]], object]) -> Any:
+def trained(moment, idle, optimizer, do):
     """Train twins that `do` something at a moment; return them, what was noted of each, and the rows of each step of ours."""
     pair, noted, stepped, handles = exact(case_named(optimizer), torch.float64, idle=idle), ([], []), [], []
     batches = pair.batches(9)
@@ -51,7 +50,7 @@ def trained(moment: str, idle: str, optimizer: str, do: Callable[[Any, Any, list
     return pair, noted, stepped
 
 
-def look(module: Any, opt: Any, notes: list[Tensor]) -> None:
+def look(module, opt, notes):
     for weight in (module.weight, opt.param_groups[0]["params"][0]):
         assert weight.shape == (60, 8)
         notes.append(weight.detach().norm())
@@ -62,7 +61,7 @@ def look(module: Any, opt: Any, notes: list[Tensor]) -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer: str) -> None:
+def test_a_look_at_the_weight_changes_nothing(moment, idle, optimizer):
     """Neither numbers nor that steps are made with the rows of the batches alone; what is seen is that of torch."""
     pair, noted, stepped = trained(moment, idle, optimizer, look)
     never, _, plain = trained(moment, idle, optimizer, lambda *_: None)
@@ -80,14 +79,14 @@ def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer:
 class Decaying(torch.optim.SGD):
     """Changes the weights before and after the step of its base."""
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         self._multiply(0.9)
         loss = super().step(closure)
         self._multiply(1.05)
         return loss
 
     @torch.no_grad()
-    def _multiply(self, factor: float) -> None:
+    def _multiply(self, factor):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -95,14 +94,14 @@ class Decaying(torch.optim.SGD):
 
 
 @pytest.fixture
-def decaying() -> Twins:
+def decaying():
     # From now on torch calls hooks for the inner step too.
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     return Twins(lambda params: Decaying(params, lr=0.05, momentum=0.9))
 
 
 @pytest.mark.parametrize("where", ["pre", "post"])
-def test_a_look_in_a_step_within_a_step(decaying: Twins, where: str) -> None:
+def test_a_look_in_a_step_within_a_step(decaying, where):
     emb, seen = decaying.ours, list[bool]()
     register = getattr(decaying.opt, f"register_step_{where}_hook")
     register(lambda *_: seen.append(torch.equal(emb.weight, emb.table.torch())))
@@ -112,7 +111,7 @@ def test_a_look_in_a_step_within_a_step(decaying: Twins, where: str) -> None:
     assert torch.equal(emb.weight[ids], decaying.dense.weight[ids])
 
 
-def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_within_a_step_that_fails(decaying, monkeypatch):
     batches = decaying.batches(6)
     decaying.train(batches[:3])
     before, multiply = decaying.ours.table.torch().clone(), Decaying._multiply

@@ -1,9 +1,7 @@
 """idle="exact" against dense training by torch itself, by every optimizer; and what idle="auto", the default, chooses."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
 
 
-def rows_of(module: Any) -> Any:
+def rows_of(module):
     return find_handle(module.weight).rows
 
 
@@ -28,7 +26,7 @@ def rows_of(module: Any) -> Any:
 @pytest.mark.parametrize("steps", few([60, 400], 60))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", [*ALL, *COUPLED], ids=str)
-def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
+def test_equals_dense_training_with_reads_in_between(case, dtype, steps):
     pair = exact(case, dtype)
     schedulers, everything = pair.schedulers(warmup_and_cosine), torch.arange(60)
     for number, batch in enumerate(pair.batches(steps)):
@@ -54,7 +52,7 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
     ],
     ids=str,
 )
-def test_averages_that_keep_nothing_forget_a_large_gradient(kind: str, options: dict[str, Any]) -> None:
+def test_averages_that_keep_nothing_forget_a_large_gradient(kind, options):
     states = []
     for make in (st.Embedding, torch.nn.Embedding):
         emb = make(3, 4, dtype=torch.float64)
@@ -70,12 +68,12 @@ def test_averages_that_keep_nothing_forget_a_large_gradient(kind: str, options: 
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
 
-def test_views_of_the_table_and_its_files_are_whole(tmp_path: Path) -> None:
-    def saved(table: st.Table) -> torch.Tensor:
+def test_views_of_the_table_and_its_files_are_whole(tmp_path):
+    def saved(table):
         table.save(tmp_path / "table.npy")
         return torch.from_numpy(np.load(tmp_path / "table.npy"))
 
-    def flushed(table: st.Table) -> torch.Tensor:
+    def flushed(table):
         table.flush()
         return torch.from_numpy(np.load(tmp_path / "rows.npy"))
 
@@ -87,7 +85,7 @@ def test_views_of_the_table_and_its_files_are_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("case", "is_beside"), [("adamw", True), ("adagrad", False)])
-def test_last_steps_are_in_the_records_of_the_state(case: str, is_beside: bool) -> None:
+def test_last_steps_are_in_the_records_of_the_state(case, is_beside):
     """A row of a file is then on one page less. Where steps may leave idle rows alone they are made when one does not."""
     pair = exact(case_named(case), layout="rows")
     pair.train(pair.batches(3))
@@ -100,7 +98,7 @@ def test_last_steps_are_in_the_records_of_the_state(case: str, is_beside: bool) 
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
+def test_steps_under_a_dispatch_mode(foreach):
     """Below one, lists of tensors change without a trace: the number of steps is read, not foretold."""
     pair = exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.1, "foreach": foreach}))
     with FlopCounterMode(display=False):
@@ -118,9 +116,7 @@ def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
     ],
     ids=str,
 )
-def test_what_is_remembered_stays_short(
-    case: OptimizerCase, limit: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_remembered_stays_short(case, limit, most, monkeypatch):
     monkeypatch.setattr(f"speedtransfer.idle.lag.{limit}", most)
     pair = exact(case)
     pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
@@ -131,7 +127,7 @@ def test_what_is_remembered_stays_short(
 # --- what outlives what -------------------------------------------------------------------------------------------------
 
 
-def left(**options: Any) -> tuple[Any, Any]:
+def left(**options):
     """Return an embedding most of whose rows have missed steps, and its optimizer."""
     torch.manual_seed(0)
     emb = st.Embedding(12, 4, idle="exact", **options)
@@ -145,7 +141,7 @@ def left(**options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "options", [{}, {"storage_dtype": torch.int8}, {"state_dtype": torch.uint8}, {"memory": "device"}], ids=str
 )
-def test_the_rows_of_a_table_that_is_left(options: dict[str, Any], optimizer_too: bool) -> None:
+def test_the_rows_of_a_table_that_is_left(options, optimizer_too):
     (emb, opt), whole = left(**options), left(**options)[0].table.torch().clone()
     table = emb.table
     del emb
@@ -166,12 +162,12 @@ class OfSomebody(torch.optim.SGD):
     """What it does to idle rows nobody has said."""
 
 
-def train(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+def train(module, optimizer, steps=3):
     for ids, target in skewed_batches(12, module.embedding_dim, steps):
         take_step(optimizer, squared_loss(module(ids), target))
 
 
-def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:
+def test_an_unknown_optimizer_is_lazy_with_one_warning():
     modules = [st.Embedding(12, 5) for _ in range(3)]
     optimizer = OfSomebody([m.weight for m in modules], lr=0.1, momentum=0.9)
     with warnings.catch_warnings(record=True) as caught:
@@ -187,7 +183,7 @@ def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:
         assert rows_of(module).lag is None
 
 
-def test_one_table_and_two_optimizers_in_turn() -> None:
+def test_one_table_and_two_optimizers_in_turn():
     """A table is exact with the one and lazy with the other, and has no plane where idle rows stay as they are."""
     module = st.Embedding(12, 5)
     for kind, planes in ((torch.optim.SGD, 0), (torch.optim.AdamW, 1), (torch.optim.Adagrad, 0)):
@@ -201,17 +197,17 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
 class Signs(RowOptimizer):
     """Not known, and leaves rows without a gradient alone unless there is decay."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, 0.1, weight_decay=0.0, pull="none", bounds=(0.0, 0.0))
         self.pulls = False
 
-    def update(self, p, g, state, group) -> None:
+    def update(self, p, g, state, group):
         pulls = self.pulls or group["pull"] != "none" or group["bounds"][1]
         decay = group["weight_decay"] + 0.1 * bool(pulls)
         p.mul_(1 - group["lr"] * decay).sub_(g.sign(), alpha=group["lr"])
 
 
-SWITCHES: dict[str, Callable[[Signs], Any]] = {
+SWITCHES = {
     "number": lambda opt: opt.param_groups[0].update(weight_decay=0.1),
     "pair": lambda opt: opt.param_groups[0].update(bounds=(0.0, 1.0)),
     "word": lambda opt: opt.param_groups[0].update(pull="all"),
@@ -221,7 +217,7 @@ SWITCHES: dict[str, Callable[[Signs], Any]] = {
 
 @pytest.mark.parametrize("idle", ["auto", "exact"])
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(switch: str, idle: str) -> None:
+def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(switch, idle):
     pair = exact(OptimizerCase("signs", Signs), idle=idle)
     pair.train(pair.batches(6))
     pair.assert_same(0.0)

@@ -2,13 +2,12 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from cases import take_step
-from optimizer_cases import BASE, OptimizerCase, some
-from torch import Tensor, nn
+from optimizer_cases import BASE, some
+from torch import nn
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
@@ -28,7 +27,7 @@ FORMS = (
 # --- what rounding to the nearest cannot do ---------------------------------------------------------------------------
 
 
-def test_updates_far_below_a_step_of_the_form_add_up() -> None:
+def test_updates_far_below_a_step_of_the_form_add_up():
     target, ones, found = torch.full((8, 16), 1.5), torch.ones(8, 16), []
     for dtype in ("nearest", torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, "split24"):
         torch.manual_seed(0)
@@ -45,7 +44,7 @@ def test_updates_far_below_a_step_of_the_form_add_up() -> None:
 # --- reproducible -----------------------------------------------------------------------------------------------------
 
 
-def trained(seed: int = 3, flipped: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def trained(seed=3, flipped=False, **options):
     torch.manual_seed(seed)
     rows = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
     emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle="lazy", **options)
@@ -56,12 +55,12 @@ def trained(seed: int = 3, flipped: bool = False, **options: Any) -> tuple[Any, 
     return emb, opt
 
 
-def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
+def step(emb, opt, ids):
     take_step(opt, emb(ids).square().sum())
 
 
 @pytest.mark.parametrize(("storage", "state"), FORMS)
-def test_a_seed_gives_a_run_which_goes_on(storage: Any, state: torch.dtype | None) -> None:
+def test_a_seed_gives_a_run_which_goes_on(storage, state):
     options = {"storage_dtype": storage, "state_dtype": state}
     first, again, flipped = (trained(flipped=flipped, **options) for flipped in (False, False, True))
     other = trained(4, **options)
@@ -81,7 +80,7 @@ def test_a_seed_gives_a_run_which_goes_on(storage: Any, state: torch.dtype | Non
 
 
 @pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -> None:
+def test_every_optimizer_steps_and_its_state_crosses_over(case):
     torch.manual_seed(0)
     emb = speedtransfer.Embedding(20, 8, idle="lazy", storage_dtype=torch.int8, state_dtype=torch.uint8)
     dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"], freeze=False)
@@ -105,7 +104,7 @@ def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -
         torch.testing.assert_close(found[name][5:], expected, rtol=0.07, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_nothing_decoded_is_kept() -> None:
+def test_nothing_decoded_is_kept():
     emb, opt = trained(state_dtype=torch.uint8)
     kept = opt.state[emb.weight]["exp_avg"]
     assert (type(kept), kept.shape) == (PlaneView, (40, 24))
@@ -120,10 +119,10 @@ def test_nothing_decoded_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_small_steps_of_idle_rows_in_half_precision() -> None:
+def test_small_steps_of_idle_rows_in_half_precision():
     """The figures of docs/optimizers.md: a dense optimizer rounds each step to nothing, idle rows take all of them at once."""
 
-    def train(module: Any) -> list[float]:
+    def train(module):
         module.weight.data.fill_(1.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.01)
         for _ in range(1000):

@@ -1,15 +1,13 @@
 """The probe: what an optimizer keeps for a row and starts from, whether its update is row by row; what is tried again."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from cases import take_step
 from interrupt import Interrupt
 from lazy_oracle import Twins
-from optimizer_cases import BASE, REFUSED, OptimizerCase, case_named
+from optimizer_cases import BASE, REFUSED, case_named
 from third_party import REFUSED_STYLES, RowOptimizer
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -17,13 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import PlaneSpec, probe_optimizer
+from speedtransfer.optim import probe_optimizer
 from speedtransfer.optim.probe import Trial, outcomes
 
 
-def probe(
-    make: Callable[..., Any], dim: int = 3, dtype: torch.dtype = torch.float32, lr: Any = None
-) -> dict[str, PlaneSpec]:
+def probe(make, dim=3, dtype=torch.float32, lr=None):
     param = nn.Parameter(torch.ones(4, dim, dtype=dtype))
     opt = make([param])
     if lr is not None:
@@ -39,7 +35,7 @@ STARTS = {("adagrad-initial", "sum"): 0.3, ("rprop", "step_size"): 0.03, ("asgd"
 
 
 @pytest.mark.parametrize("case", BASE, ids=str)
-def test_planes_and_their_starts(case: OptimizerCase) -> None:
+def test_planes_and_their_starts(case):
     specs = probe(case.make)
     assert set(specs) == set(case.planes)
     for name, spec in specs.items():
@@ -54,19 +50,19 @@ class Draws(SGD):
         return super().step(closure)
 
 
-def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_draws() -> None:
+def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_draws():
     state = torch.get_rng_state()
     assert set(probe(functools.partial(Draws, lr=0.1, momentum=0.9))) == {"momentum_buffer"}
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_decay_that_is_a_whole_number_hides_no_start() -> None:
+def test_a_decay_that_is_a_whole_number_hides_no_start():
     sgd = functools.partial(SGD, lr=1, momentum=1, dampening=1, weight_decay=1)
     assert probe(sgd)["momentum_buffer"].initial == 0
 
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_training_under_another_default_device(idle: str, tmp_path) -> None:
+def test_training_under_another_default_device(idle, tmp_path):
     case, weights = case_named("sgd-momentum-weight-decay"), []
     for device in ("cpu", "meta"):
         torch.manual_seed(0)
@@ -85,7 +81,7 @@ def test_training_under_another_default_device(idle: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("at", [1, 301, 601])
-def test_a_lack_of_memory_is_no_verdict(at: int) -> None:
+def test_a_lack_of_memory_is_no_verdict(at):
     """It comes out of the step, and the next one tries the optimizer anew."""
     emb = speedtransfer.Embedding(9, 4, idle="lazy")
     optimizer = type("Mine", (AdamW,), {})(emb.parameters())
@@ -101,12 +97,12 @@ def test_a_lack_of_memory_is_no_verdict(at: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
-def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:
+def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr):
     with pytest.raises(OptimizerError, match="not row by row"):
         probe(kind, 16, dtype, lr)
 
 
-def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
+def test_an_optimizer_around_another_is_refused_before_any_trial():
     class Around(torch.optim.Optimizer):
         def __init__(self, params):
             self.base = torch.optim.SGD([dense, *params], lr=1.0)
@@ -129,7 +125,7 @@ EVERY_REFUSED = REFUSED_STYLES | {case.kind: reason for case, reason in REFUSED}
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("dim", [16, 5, 2])
 @pytest.mark.parametrize("kind", EVERY_REFUSED, ids=lambda kind: kind.__name__)
-def test_refused_at_the_first_step(kind: type[torch.optim.Optimizer], dim: int, scale: float) -> None:
+def test_refused_at_the_first_step(kind, dim, scale):
     emb = speedtransfer.Embedding(9, dim)
     before = emb.table.torch().clone()
     opt = kind(emb.parameters())
@@ -149,14 +145,14 @@ def test_refused_at_the_first_step(kind: type[torch.optim.Optimizer], dim: int, 
 class Late(RowOptimizer):
     """Averages from a step on that no trial reaches."""
 
-    def update(self, p, g, state, group) -> None:
+    def update(self, p, g, state, group):
         state["step"] = state.get("step", 0) + 1
         p.sub_(g, alpha=group["lr"])
         if state["step"] > 40:
             state.setdefault("average", p.clone()).lerp_(p, 0.1)
 
 
-def test_state_that_changes_later_than_any_trial_is_refused_when_it_does() -> None:
+def test_state_that_changes_later_than_any_trial_is_refused_when_it_does():
     twins = Twins(Late)
     batches = twins.batches(41)
     twins.train(batches[:40])
@@ -171,7 +167,7 @@ def test_state_that_changes_later_than_any_trial_is_refused_when_it_does() -> No
 class Global(RowOptimizer):
     """Walks over its parameters by an attribute, and takes the model, so that a trial must copy it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         self.everything = list(model.parameters())
         super().__init__(model.parameters())
 
@@ -182,7 +178,7 @@ class Global(RowOptimizer):
                     p.sub_(p.grad)
 
 
-def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
+def test_a_trial_cannot_move_the_parameters_of_the_model():
     model = nn.ModuleList([speedtransfer.Embedding(9, 4), nn.Linear(4, 1)])
     opt = Global(model)
     before = [p.detach().clone() for p in model[1].parameters()]
@@ -197,7 +193,7 @@ def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
 def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
     """A trial hides the gradient, and the rows with it: read again, those that `max_norm` has written would be rounded."""
 
-    def trained(**unlike_others: Any) -> torch.Tensor:
+    def trained(**unlike_others):
         torch.manual_seed(0)
         emb = speedtransfer.Embedding(20, 8, max_norm=1.0, storage_dtype=torch.bfloat16)
         optimizer = torch.optim.Adam(emb.parameters(), lr=0.1, **unlike_others)
@@ -213,13 +209,13 @@ def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+def steps(monkeypatch):
     """Forget what is known, and list the classes of the optimizers that trials step."""
     monkeypatch.setattr(outcomes, "_known", {})
-    made: list[type] = []
+    made = []
     step = Trial.step
 
-    def counted(self: Trial, grad: torch.Tensor) -> Any:
+    def counted(self, grad):
         made.append(type(self.optimizer))
         return step(self, grad)
 
@@ -227,7 +223,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return made
 
 
-def test_the_same_optimizer_is_tried_once(steps: list[type]) -> None:
+def test_the_same_optimizer_is_tried_once(steps):
     first = probe(AdamW)
     # The first optimizer of a class may have wrapped its step.
     probe(AdamW)
@@ -240,7 +236,7 @@ def test_the_same_optimizer_is_tried_once(steps: list[type]) -> None:
     assert set(probe(AdamW)) == {"exp_avg", "exp_avg_sq"}
 
 
-OTHERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+OTHERS = [
     (AdamW, {"lr": 0.5}, {}),
     (AdamW, {"lr": torch.tensor(1e-3)}, {}),
     (AdamW, {"betas": (0.8, 0.9)}, {}),
@@ -253,7 +249,7 @@ OTHERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_another_is_tried_itself(steps: list[type]) -> None:
+def test_another_is_tried_itself(steps):
     for kind, options, table in OTHERS:
         outcomes._known.clear()
         for _ in range(2):
@@ -267,14 +263,14 @@ def test_another_is_tried_itself(steps: list[type]) -> None:
     assert len(steps) > count
 
 
-def step_by_mean(self: Any, closure: Any = None) -> None:
+def step_by_mean(self, closure=None):
     with torch.no_grad():
         for param in self.param_groups[0]["params"]:
             param.sub_(0.1 * param.grad.mean())
 
 
 @pytest.mark.usefixtures("steps")
-def test_a_step_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_replaced_is_tried(monkeypatch):
     sgd = functools.partial(SGD, lr=0.1)
     assert [probe(sgd), probe(sgd)] == [{}, {}]
     with monkeypatch.context() as patches:
@@ -286,7 +282,7 @@ def test_a_step_that_was_replaced_is_tried(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("steps")
-def test_failures_are_not_remembered_and_what_is_known_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_not_remembered_and_what_is_known_stays_small(monkeypatch):
     for _ in range(2):
         with pytest.raises(OptimizerError, match="closure"):
             probe(torch.optim.LBFGS)

@@ -1,7 +1,5 @@
 """What functions of torch give for the gradient of a table is what they give for a dense one, without one of all rows."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -64,12 +62,12 @@ g.chunk(2)[0].mul_(2), g.unbind()[1].sum(), len(g.nonzero()), g.numpy().sum()
 """.strip()
 
 
-def value_of(code: str, names: dict[str, Any]) -> Any:
+def value_of(code, names):
     """Run code, and return its value if it is an expression."""
     return exec(code, names) if any(sign in code for sign in (" = ", "*=", ";")) else eval(code, names)
 
 
-def assert_same(got: Any, expected: Any) -> None:
+def assert_same(got, expected):
     dense = [value.to_dense() if isinstance(value, RowGradient) else value for value in tree_leaves(got)]
     expected = tree_leaves(expected)
     assert [type(value) for value in dense] == [type(value) for value in expected]
@@ -78,12 +76,12 @@ def assert_same(got: Any, expected: Any) -> None:
         torch.testing.assert_close(one, other, equal_nan=True, **close)
 
 
-def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool = False) -> list[Any]:
+def ran(lib, code, ids, is_by_row=False, inference=False):
     """Run code on the gradient `g` before two steps; return what it gives, gradients and weights."""
     torch.manual_seed(0)
     emb = lib.Embedding(ROWS, 3, dtype=torch.float64)
     opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-    found: list[Any] = []
+    found = []
     for _ in range(2):
         opt.zero_grad()
         (emb(torch.tensor(ids)).pow(3).sum() * 2).backward()
@@ -103,15 +101,15 @@ def ran(lib: Any, code: str, ids: Any, is_by_row: bool = False, inference: bool 
 
 @pytest.mark.parametrize("kind", ["some", "all", "inference"])
 @pytest.mark.parametrize("code", [*BY_ROW.split("\n"), *DENSELY.split("\n")])
-def test_as_of_a_dense_gradient(code: str, kind: str) -> None:
-    ids: Any = range(ROWS) if kind == "all" else [1, 2, 2, 7]
+def test_as_of_a_dense_gradient(code, kind):
+    ids = range(ROWS) if kind == "all" else [1, 2, 2, 7]
     is_by_row, inference = code in BY_ROW.split("\n"), kind == "inference"
     expected, got = (ran(lib, code, ids, is_by_row, inference) for lib in (nn, st))
     assert_same(got, expected)
 
 
 @pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
-def test_as_of_a_dense_gradient_with_padded_rows(index: list[int]) -> None:
+def test_as_of_a_dense_gradient_with_padded_rows(index):
     """Lookups on a CUDA device leave such a gradient."""
     ids, *_, known = padded_unique(torch.tensor(index), ROWS)
     rows = torch.randn(len(ids), 3, generator=torch.Generator().manual_seed(0))
@@ -123,7 +121,7 @@ def test_as_of_a_dense_gradient_with_padded_rows(index: list[int]) -> None:
         assert_same(got, expected)
 
 
-def test_a_batch_without_ids() -> None:
+def test_a_batch_without_ids():
     for lib in (nn, st):
         emb = lib.Embedding(5, 2)
         emb(torch.tensor([], dtype=torch.int64)).sum().backward()
@@ -135,11 +133,11 @@ def test_a_batch_without_ids() -> None:
         assert not emb.weight.grad.any()
 
 
-def test_a_gradient_that_was_assigned() -> None:
+def test_a_gradient_that_was_assigned():
     for lib in (nn, st):
         emb = lib.Embedding(6, 2)
 
-        def batch(ids: list[int], emb: Any = emb) -> Tensor:
+        def batch(ids, emb=emb):
             emb.zero_grad()
             emb(torch.tensor(ids)).sum().backward()
             return emb.weight.grad
@@ -162,7 +160,7 @@ def test_a_gradient_that_was_assigned() -> None:
 
 
 @pytest.mark.parametrize("order", [["emb", "head"], ["head", "emb"]], ids=str)
-def test_a_gradient_is_converted_with_its_weight(order: list[str]) -> None:
+def test_a_gradient_is_converted_with_its_weight(order):
     found = []
     for lib in (nn, st):
         emb, head = lib.Embedding(20, 4), nn.Linear(4, 20, bias=False)
@@ -178,7 +176,7 @@ def test_a_gradient_is_converted_with_its_weight(order: list[str]) -> None:
 
 
 @pytest.mark.parametrize("code", ["g[20] = 0", "g[torch.tensor([1, -21])] = 0", "g[torch.ones(3) > 0] = 0", "g[[20]]"])
-def test_rows_that_do_not_exist(code: str) -> None:
+def test_rows_that_do_not_exist(code):
     for lib in (nn, st):
         with pytest.raises(IndexError):
             ran(lib, f"x = 1; {code}", [1, 2])

@@ -2,15 +2,14 @@
 
 import copy
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 from cases import take_step
 from lazy_oracle import Twins, sparse, squared_loss
-from third_party import REFUSED_SPARSE, TAKERS, RowOptimizer, SingleSparse
+from third_party import REFUSED_SPARSE, TAKERS, SingleSparse
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer
 from speedtransfer.errors import InvalidValueError, OptimizerError
@@ -22,14 +21,14 @@ IDLE = ("lazy", "exact")
 
 
 @pytest.fixture(params=TAKERS.values(), ids=TAKERS)
-def make(request: pytest.FixtureRequest) -> Callable[..., Optimizer]:
+def make(request):
     return request.param
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_trains_as_torch(make: Callable[..., Optimizer], dtype: torch.dtype, idle: str) -> None:
+def test_trains_as_torch(make, dtype, idle):
     pair = sparse(make, dtype, idle=idle)
     before = pair.ours.table.torch().clone()
     pair.train(pair.batches(30))
@@ -38,7 +37,7 @@ def test_trains_as_torch(make: Callable[..., Optimizer], dtype: torch.dtype, idl
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_moves_idle_rows_as_in_torch(nesterov: bool) -> None:
+def test_momentum_moves_idle_rows_as_in_torch(nesterov):
     """Torch's buffer of sparse gradients holds every row that ever had one: that is dense training."""
     pair = sparse(functools.partial(SGD, lr=0.05, foreach=nesterov, momentum=0.9, nesterov=nesterov), idle="exact")
     pair.train(pair.batches(20))
@@ -51,7 +50,7 @@ def test_momentum_moves_idle_rows_as_in_torch(nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW, functools.partial(SGD, lr=0.1, weight_decay=0.1)])
-def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make: Callable[..., Optimizer]) -> None:
+def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make):
     pair = sparse(make)
     batch = pair.batches(1)[0]
     with pytest.raises(RuntimeError, match="sparse"):
@@ -65,7 +64,7 @@ def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make: Callab
 
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("kind", REFUSED_SPARSE, ids=lambda kind: kind.__name__)
-def test_refused(kind: type[RowOptimizer], idle: str) -> None:
+def test_refused(kind, idle):
     pair = sparse(kind, idle=idle)
     before = pair.ours.table.torch().clone()
     squared_loss(pair.ours(torch.tensor([1, 2])), torch.zeros(2, 6)).backward()
@@ -76,7 +75,7 @@ def test_refused(kind: type[RowOptimizer], idle: str) -> None:
     assert pair.ours.table.planes == ("weight",)
 
 
-def test_a_dtype_that_the_sparse_branch_cannot_do_is_refused() -> None:
+def test_a_dtype_that_the_sparse_branch_cannot_do_is_refused():
     """Dense gradients would be another algorithm."""
     pair = sparse(SingleSparse, torch.bfloat16)
     squared_loss(pair.ours(torch.tensor([1, 2])), torch.zeros(2, 6)).backward()
@@ -87,7 +86,7 @@ def test_a_dtype_that_the_sparse_branch_cannot_do_is_refused() -> None:
 # --- the training loop --------------------------------------------------------------------------------------------------
 
 
-def test_the_gradient_outside_the_step_is_that_of_any_table(make: Callable[..., Optimizer]) -> None:
+def test_the_gradient_outside_the_step_is_that_of_any_table(make):
     """Clipping works, which torch cannot do for sparse gradients."""
     pair = sparse(make)
     for ids, target in pair.batches(10):
@@ -102,7 +101,7 @@ def test_the_gradient_outside_the_step_is_that_of_any_table(make: Callable[..., 
     pair.assert_same(1e-5)
 
 
-def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) -> None:
+def test_a_padding_row_is_in_no_sparse_gradient(make):
     pair = sparse(make, padding_idx=0)
     for module in pair.modules:
         rows = module.table.torch() if module is pair.ours else module.weight.detach()
@@ -115,7 +114,7 @@ def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("bad", [[1, 9], [-1, 2]])
-def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], is_sparse: bool) -> None:
+def test_a_sparse_gradient_with_rows_that_do_not_exist(bad, is_sparse):
     """Torch makes one without looking (check_invariants=False), and its own step writes outside of the weight."""
     emb = speedtransfer.Embedding(6, 3, memory="pageable", device="cpu", sparse=is_sparse)
     grad = torch.sparse_coo_tensor([bad], torch.ones(2, 3), (6, 3), check_invariants=False)
@@ -123,7 +122,7 @@ def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], is_sparse
         emb.weight.grad = grad
 
 
-def test_ids_that_are_changed_before_the_step() -> None:
+def test_ids_that_are_changed_before_the_step():
     """They are public, and the memory by which the step writes: it writes nowhere else, and nothing at all."""
     emb = speedtransfer.Embedding(10_000, 64, memory="pageable", device="cpu")
     opt, before = SGD(emb.parameters(), lr=1.0), emb.weight.detach().clone()
@@ -135,7 +134,7 @@ def test_ids_that_are_changed_before_the_step() -> None:
     torch.testing.assert_close(emb.table.torch(), before, rtol=0, atol=0)
 
 
-def test_sparse_is_set_after_the_module_was_made() -> None:
+def test_sparse_is_set_after_the_module_was_made():
     emb = speedtransfer.Embedding(8, 2)
     emb.sparse = True
     take_step(torch.optim.SparseAdam(emb.parameters()), emb(torch.tensor([1, 5])).sum())

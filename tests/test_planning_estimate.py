@@ -19,17 +19,7 @@ from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
 from speedtransfer.nn.sizing import StepBytes, table_size
 from speedtransfer.planning.configurations import make_options
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
-from speedtransfer.planning.footprint import (
-    DENSE,
-    DEVICE,
-    MMAP,
-    PINNED,
-    Form,
-    footprint,
-    misfit,
-    moved,
-    sparse_way,
-)
+from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, PINNED, Form, footprint, misfit, moved, sparse_way
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.timed_trial import Draws

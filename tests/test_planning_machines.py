@@ -19,23 +19,9 @@ from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import Form
 from speedtransfer.planning.hosts import row_form
-from speedtransfer.planning.machine import (
-    Machine,
-    link_rates,
-    load_machines,
-    machine_given,
-    published_machines,
-)
+from speedtransfer.planning.machine import Machine, link_rates, load_machines, machine_given, published_machines
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.planning.rank import (
-    MEASURES,
-    Price,
-    exchange_seconds,
-    one_of,
-    rank,
-    read_prices,
-    step_seconds,
-)
+from speedtransfer.planning.rank import MEASURES, Price, exchange_seconds, one_of, rank, read_prices, step_seconds
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.cost import StepCost, expected_counts, sharded_step
@@ -81,7 +67,7 @@ def test_sizes_and_rates_as_people_write_them(value, per, words):
 
 @pytest.fixture
 def file(tmp_path):
-    def write(text: str) -> str:
+    def write(text):
         (tmp_path / "mine.yaml").write_text(text)
         return str(tmp_path / "mine.yaml")
 
@@ -241,14 +227,14 @@ def test_rates_of_a_disk(small, tmp_path, monkeypatch):
 # --- machines in order: by a step's time, bandwidth or price, each with the best configuration on it ------------------
 
 
-def moved(machine: Machine) -> float:
+def moved(machine):
     """A step that brings bytes over the link and reads them in the GPU's memory; 20 GB must fit."""
     if machine.figure("device_bytes") < 20e9:
         raise InvalidValueError(f"it needs 20 GB but {machine.name} has {machine.figure('device_bytes') / 1e9:g}")
     return 1e9 / machine.figure("link_up_bytes_per_s") + 1e9 / machine.figure("device_bytes_per_s")
 
 
-def price(name: str, devices: int | None = None, *prices: float | None) -> dict[str, Price]:
+def price(name, devices=None, *prices):
     return {name.lower(): Price(name, *prices, devices=devices, currency="USD", date="2026", source=None)}
 
 
@@ -258,7 +244,7 @@ SMALL = Machine("small", "a GPU", 8e9, 1e11, link_up_bytes_per_s=1e9)
 CHEAP = price("slow", None, 100, 1000, 1) | price("fast", None, 1000, 2000, 3)  # steps of 0.101 and 0.022 s
 
 
-def names(ranking) -> list[str]:
+def names(ranking):
     return [each.machine.name for each in ranking.ranked]
 
 
@@ -290,7 +276,7 @@ BIG = dataclasses.replace(BIG, link_up_bytes_per_s=2e10, link_down_bytes_per_s=2
 FOUR = dataclasses.replace(BIG, name="four", devices=4)
 
 
-def of(rows: int, optimizer: object = "AdamW", batch: int = 1_000_000):
+def of(rows, optimizer="AdamW", batch=1_000_000):
     return make_workload((rows, 64), optimizer_given(optimizer), batch, 4, 0.0, None, "exact")
 
 

@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -68,7 +67,7 @@ def tree(tmp_path, release):
     return tmp_path
 
 
-def stated(release, tree: Path) -> list[str]:
+def stated(release, tree):
     """What each file states, and the first heading's date."""
     found = [re.search(p, (tree / name).read_text(), re.MULTILINE) for name, p in release("check").VERSIONS.items()]
     return [*(match[1] for match in found), found[-1][2]]
@@ -107,7 +106,7 @@ print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
 """
 
 
-def build(kind: str, folder: Path) -> Path:
+def build(kind, folder):
     """Return the wheel that `kind` of PEP 517 or 660 makes of a copy of the checkout."""
     pytest.importorskip("setuptools", minversion="77")  # the first that knows licences by their expression
     tree = folder / "tree"
@@ -244,7 +243,7 @@ st.plan((10, 4), idle="none")  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Iterator[Path]:
+def cache(tmp_path_factory):
     """What mypy has found out of torch."""
     return tmp_path_factory.mktemp("mypy")
 

@@ -1,19 +1,17 @@
 """Rows: catching up, and rows that start anew in the middle of training."""
 
-from typing import Any
-
 import pytest
 import torch
 from cases import take_step
 from lazy_oracle import Twins, exact, start_value, tensors_in
-from optimizer_cases import ALL, BASE, COUPLED, OptimizerCase, case_named, some
+from optimizer_cases import ALL, BASE, COUPLED, case_named, some
 
 import speedtransfer as st
 from speedtransfer.dtypes import bits_of
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import LAST_STEP, Rows
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "plain": {},
     "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
     "8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
@@ -22,7 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
 IDS = torch.tensor([2, 3, 11, 17])
 
 
-def trained(idle: str, kind: str, steps: int = 6) -> tuple[st.Embedding, torch.optim.Optimizer, Rows]:
+def trained(idle, kind, steps=6):
     torch.manual_seed(0)
     emb = st.Embedding(40, 8, memory="pageable", idle=idle, **KINDS[kind])
     opt = torch.optim.AdamW(emb.parameters(), lr=0.05, weight_decay=0.1)
@@ -32,13 +30,13 @@ def trained(idle: str, kind: str, steps: int = 6) -> tuple[st.Embedding, torch.o
     return emb, opt, handle.rows
 
 
-def train(emb: st.Embedding, opt: torch.optim.Optimizer, batches: list[torch.Tensor]) -> None:
+def train(emb, opt, batches):
     for ids in batches:
         take_step(opt, emb(ids).pow(2).sum())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_read_is_what_the_step_before_has_left(kind: str) -> None:
+def test_a_read_is_what_the_step_before_has_left(kind):
     emb, _, rows = trained("exact", kind)
     read = rows.read(IDS)
     assert read.keys() == {"weight", "exp_avg", "exp_avg_sq"}
@@ -57,7 +55,7 @@ RESET = torch.tensor([7, 0, 30, 2])
 
 
 @torch.no_grad()
-def reset_both(twins: Twins) -> None:
+def reset_both(twins):
     """Reset the rows `RESET` of ours, and those of the dense weight and its state as `start_value` says."""
     dense = twins.dense.weight
     weights = torch.randn(len(RESET), twins.dim, generator=torch.Generator().manual_seed(5)).to(dense.dtype)
@@ -77,7 +75,7 @@ CASES += [
 
 
 @pytest.mark.parametrize(("case", "idle"), CASES)
-def test_a_row_starts_anew_and_misses_no_step_before(case: OptimizerCase, idle: str) -> None:
+def test_a_row_starts_anew_and_misses_no_step_before(case, idle):
     twins = Twins(case.make, dim=5) if idle == "lazy" else exact(case)
     batches = twins.batches(21)
     for start in (0, 7, 14):
@@ -87,18 +85,18 @@ def test_a_row_starts_anew_and_misses_no_step_before(case: OptimizerCase, idle: 
     twins.assert_same()
 
 
-def reset_midway(idle: str, kind: str, ids: list[int]) -> st.Embedding:
+def reset_midway(idle, kind, ids):
     """Return an embedding trained for 8 steps on rows below 20, some of whose other rows were reset meanwhile."""
     emb, opt, rows = trained(idle, kind, steps=5)
     rows.reset(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), 8, dtype=torch.float64))
     train(emb, opt, [torch.randint(0, 20, (9,), generator=torch.Generator().manual_seed(step)) for step in range(3)])
-    emb.opt = opt  # type: ignore[assignment]
+    emb.opt = opt
     return emb
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_rows_that_are_reset_are_stored_as_new_ones_and_others_as_ever(idle: str, kind: str) -> None:
+def test_rows_that_are_reset_are_stored_as_new_ones_and_others_as_ever(idle, kind):
     emb, never = reset_midway(idle, kind, [33, 21, 39]), reset_midway(idle, kind, [])
     others = torch.arange(20)
     for name in emb.table.planes:
@@ -120,7 +118,7 @@ def test_rows_that_are_reset_are_stored_as_new_ones_and_others_as_ever(idle: str
     assert torch.equal(emb(ids), fresh.read(torch.arange(2))["weight"])
 
 
-def test_planes_that_start_from_the_weights_do_so_as_these_are_stored() -> None:
+def test_planes_that_start_from_the_weights_do_so_as_these_are_stored():
     rows = Rows(st.Table(4, 8, torch.int8, "pageable"), torch.int8)
     rows.add("average", (8,), torch.float32, None)
     rows.reset(torch.tensor([2]), 1 + torch.rand(1, 8))
@@ -128,7 +126,7 @@ def test_planes_that_start_from_the_weights_do_so_as_these_are_stored() -> None:
     assert rows.whole("average")[2].ne(0).all()
 
 
-def test_a_pending_gradient_meets_the_row_as_it_was_reset() -> None:
+def test_a_pending_gradient_meets_the_row_as_it_was_reset():
     twins = Twins(case_named("adamw").make)
     twins.train(twins.batches(4))
     twins.zero_grad()

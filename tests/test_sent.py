@@ -1,9 +1,7 @@
 """What goes to other processes by ``torch.multiprocessing``: tables, as copies to be read; tensors over them do not."""
 
 import copy
-from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from speedtransfer.errors import InvalidTypeError, OptimizerError
 IDS = torch.tensor([1, 2])
 
 
-TABLES: dict[str, Callable[[], nn.Module]] = {
+TABLES = {
     "rows": lambda: st.Embedding(8, 3),
     "bfloat16": lambda: st.Embedding(8, 3, storage_dtype=torch.bfloat16),
     "vocabulary": lambda: st.Embedding(8, 3, vocabulary=st.Vocabulary()),
@@ -27,7 +25,7 @@ TABLES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_workers_that_start_anew_have_the_rows(name: str) -> None:
+def test_workers_that_start_anew_have_the_rows(name):
     torch.manual_seed(0)
     model, ids = TABLES[name]().eval().requires_grad_(False), [IDS, IDS + 1, IDS + 2]
     # The workers of the loader look them up.
@@ -36,11 +34,11 @@ def test_workers_that_start_anew_have_the_rows(name: str) -> None:
         assert torch.equal(rows, model(each))
 
 
-def arrived(model: Any) -> Any:
+def arrived(model):
     return ForkingPickler.loads(ForkingPickler.dumps(model))
 
 
-def test_a_copy_is_not_trained_without_a_word() -> None:
+def test_a_copy_is_not_trained_without_a_word():
     model = arrived(st.Embedding(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = model.weight.detach().clone()
@@ -53,7 +51,7 @@ def test_a_copy_is_not_trained_without_a_word() -> None:
     assert torch.equal(own.weight[IDS], before[IDS] - 1)
 
 
-def test_modules_that_share_a_table_still_do() -> None:
+def test_modules_that_share_a_table_still_do():
     model = nn.ModuleList([st.Embedding(8, 3), st.Embedding(8, 3)])
     model[1].weight = model[0].weight
     there = arrived(model)
@@ -61,7 +59,7 @@ def test_modules_that_share_a_table_still_do() -> None:
     assert torch.equal(there[1].weight, model[0].weight)
 
 
-def test_a_vocabulary_beside_its_module_still_is_that_of_it() -> None:
+def test_a_vocabulary_beside_its_module_still_is_that_of_it():
     emb = st.Embedding(8, 3, vocabulary=st.Vocabulary())
     emb(IDS * 10**12)
     words, there = arrived((emb.vocabulary, emb))
@@ -69,7 +67,7 @@ def test_a_vocabulary_beside_its_module_still_is_that_of_it() -> None:
     assert torch.equal(words.rows(IDS * 10**12), emb.vocabulary.rows(IDS * 10**12))
 
 
-VIEWS: dict[str, Callable[[Any, Any], Any]] = {
+VIEWS = {
     "state dict": lambda emb, optimizer: emb.state_dict(),
     "state of an optimizer": lambda emb, optimizer: optimizer.state_dict(),
     "detached": lambda emb, optimizer: emb.weight.detach(),
@@ -78,7 +76,7 @@ VIEWS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_tensors_over_the_rows_are_refused(name: str) -> None:
+def test_tensors_over_the_rows_are_refused(name):
     emb = st.Embedding(8, 3)
     optimizer = torch.optim.Adam(emb.parameters())
     take_step(optimizer, emb(IDS).sum())

@@ -5,7 +5,7 @@ import itertools
 from sweeps import cover
 
 
-def test_every_value_and_every_pair_runs() -> None:
+def test_every_value_and_every_pair_runs():
     axes = {"optimizer": "abcd", "dtype": "xyz", "idle": "le"}
     cases = {"".join(case): list(zip(axes, case, strict=True)) for case in itertools.product(*axes.values())}
     assert len(cover(cases, 1)) == 4

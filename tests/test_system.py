@@ -35,7 +35,7 @@ def test_bytes_of_memory(monkeypatch, of_this_machine):
 @pytest.fixture
 def files(monkeypatch, of_this_machine):
     """Files of the control groups around this process, made up."""
-    found: dict[str, str] = {"/proc/meminfo": "MemAvailable: 4000000 kB\n"}
+    found = {"/proc/meminfo": "MemAvailable: 4000000 kB\n"}
 
     def read(path, *args):
         if str(path) in found:

@@ -2,29 +2,27 @@
 
 import copy
 import gc
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import take_step
-from lazy_oracle import Twins, exact
+from lazy_oracle import exact
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.optim import stepping
 
 
-def trained(name: str = "adamw") -> Twins:
+def trained(name="adamw"):
     twins = exact(case_named(name), torch.float64)
     twins.train(twins.batches(4))
     return twins
 
 
-def test_views_of_memory_that_the_weight_has_left() -> None:
+def test_views_of_memory_that_the_weight_has_left():
     """As those of torch; what is done with views of its own memory, tests/test_cells.py and tests/test_weight.py see."""
     twins = trained()
     kept = [module.weight.data[3:9] for module in twins.modules]
@@ -40,7 +38,7 @@ def test_views_of_memory_that_the_weight_has_left() -> None:
 
 @pytest.mark.parametrize("how", ["data", "from_pretrained"])
 @pytest.mark.parametrize("name", ["adamax", "sgd-momentum", "adam-weight-decay"])
-def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
+def test_memory_that_is_the_callers_too(name, how):
     twins = trained(name)
     given = [torch.linspace(-1, 1, 480, dtype=torch.float64).view(60, 8).clone() for _ in "12"]
     if how == "data":
@@ -58,7 +56,7 @@ def test_memory_that_is_the_callers_too(name: str, how: str) -> None:
     twins.assert_same(1e-9)
 
 
-def test_copies_of_rows_in_fewer_bits() -> None:
+def test_copies_of_rows_in_fewer_bits():
     """Views of a copy show the rows of now, and write to them, whatever came between."""
     emb = st.Embedding(9, 4, storage_dtype=torch.bfloat16)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
@@ -76,18 +74,18 @@ def test_copies_of_rows_in_fewer_bits() -> None:
     assert not emb.weight.any()
 
 
-def test_nothing_of_ours_is_one(tmp_path: Path) -> None:
+def test_nothing_of_ours_is_one(tmp_path):
     """What we do ourselves, and what people drop, keeps no view: each would make steps slow."""
     emb = st.Embedding(60, 8)
     model = nn.Sequential(emb)
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def step() -> None:
+    def step():
         opt.zero_grad()
         (emb(torch.arange(5)).sum() + emb.weight.square().sum()).backward()
         opt.step()
 
-    uses: dict[str, Callable[[], Any]] = {
+    uses = {
         "step": step,
         "state dicts": lambda: (model.state_dict(), opt.state_dict()),
         "load": lambda: (model.load_state_dict(model.state_dict()), opt.load_state_dict(opt.state_dict())),
@@ -119,20 +117,20 @@ def test_nothing_of_ours_is_one(tmp_path: Path) -> None:
     assert not emb.table.has_views
 
 
-def test_a_large_table_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_table_warns(monkeypatch):
     monkeypatch.setattr(stepping, "_LARGE", 1000)
     twins = trained()
-    kept: Tensor = twins.ours.weight.data
+    kept = twins.ours.weight.data
     with pytest.warns(UserWarning, match=r"a tensor over all rows of weight is kept .* keep a copy \(.clone\(\)\)"):
         twins.train(twins.batches(1))
     assert len(kept) == 60
 
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_two_tables_over_one_file(idle: str, tmp_path: Path) -> None:
+def test_two_tables_over_one_file(idle, tmp_path):
     """Both train it: as two parameters over one memory, which torch trains so."""
 
-    def trained_by_two(kind: str) -> Tensor:
+    def trained_by_two(kind):
         torch.manual_seed(0)
         weight = torch.rand(10, 3, dtype=torch.float64)
         if kind == "ours":
@@ -161,7 +159,7 @@ def test_two_tables_over_one_file(idle: str, tmp_path: Path) -> None:
     torch.testing.assert_close(trained_by_two("ours"), trained_by_two("torch"), rtol=1e-9, atol=1e-12)
 
 
-def test_files_that_are_written_by_another_table_no_more(tmp_path: Path) -> None:
+def test_files_that_are_written_by_another_table_no_more(tmp_path):
     """What was written unseen is read again, by arrays too."""
     np.save(tmp_path / "table.npy", np.zeros((10, 3)))
     first = st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True)
@@ -177,7 +175,7 @@ def test_files_that_are_written_by_another_table_no_more(tmp_path: Path) -> None
     assert first.written_since(log) is None
 
 
-def test_tables_over_parts_of_one_array() -> None:
+def test_tables_over_parts_of_one_array():
     array = np.arange(14.0).reshape(7, 2)
     parts = [array[:5], array[2:]]
     tables = [st.Table.from_array(torch.from_numpy(part), copy=False, memory="pageable") for part in parts]

@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ from speedtransfer.tables import loading
 class Interrupted(HostEngine):
     """An engine into whose first writes an interrupt comes, after one plane."""
 
-    def __init__(self, times: int, kind: type[BaseException]) -> None:
+    def __init__(self, times, kind):
         super().__init__()
         self.times, self.kind = times, kind
 
-    def scatter(self, planes: Any, index: Any, rows: Any, *args: Any, **kwargs: Any) -> None:
+    def scatter(self, planes, index, rows, *args, **kwargs):
         if self.times:
             self.times -= 1
             super().scatter(planes[:1], index, rows[:1])
@@ -32,7 +31,7 @@ class Interrupted(HostEngine):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_write_is_finished(times: int, kind: type[BaseException]) -> None:
+def test_a_write_is_finished(times, kind):
     table = st.Table(5, 2)
     table.add_plane("state")
     table.engine = Interrupted(times, kind)
@@ -48,7 +47,7 @@ def test_a_write_is_finished(times: int, kind: type[BaseException]) -> None:
     assert table.engine == "host"
 
 
-def test_a_write_that_cannot_be_is_not_tried_for_ever() -> None:
+def test_a_write_that_cannot_be_is_not_tried_for_ever():
     table = st.Table(5, 2)
     table.engine = Interrupted(2, ValueError)
     with pytest.raises(ValueError, match=r"^$"):
@@ -56,7 +55,7 @@ def test_a_write_that_cannot_be_is_not_tried_for_ever() -> None:
     assert table.look_up(torch.tensor([0])).sum() == 0
 
 
-def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
+def test_rows_loaded_in_part_are_refused_until_they_are_loaded():
     table, words = st.Table(5, 2), r"emb.weight has been loaded or written in part only.*st.load_checkpoint"
     for changed in (False, True):
         assert table[0].sum() == 0

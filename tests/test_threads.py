@@ -5,9 +5,7 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import interrupt
@@ -17,7 +15,7 @@ import torch.nn.functional as F
 from cases import elsewhere, midway, take_step
 from forked import run_script
 from in_child import forks, in_child, plain
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer import once, workers
@@ -63,7 +61,7 @@ check(lambda: (st.speedtorch.DataGadget.__name__, st.word2vec.train.__name__))
 """
 
 
-def test_first_use_of_everything_by_four_threads() -> None:
+def test_first_use_of_everything_by_four_threads():
     """They get what one thread gets, whichever comes first."""
     ran = run_script(FIRST_USES)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
@@ -122,24 +120,24 @@ def test_an_interrupt_at_any_line_leaves_threads_to_others(monkeypatch):
 class Half:
     """An engine whose writes come in two halves, between which `meanwhile` is called; a read sets `has_read`."""
 
-    def __init__(self, engine: Any, meanwhile: Callable[[], None]) -> None:
+    def __init__(self, engine, meanwhile):
         self.engine, self.meanwhile, self.has_read = engine, meanwhile, threading.Event()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.engine, name)
 
-    def gather(self, *args: Any, **kwargs: Any) -> None:
+    def gather(self, *args, **kwargs):
         self.engine.gather(*args, **kwargs)
         self.has_read.set()
 
-    def scatter(self, planes: list[Tensor], ids: Tensor, rows: list[Tensor], *args: Any) -> None:
+    def scatter(self, planes, ids, rows, *args):
         half = DIM // 2
         self.engine.scatter([plane[:, :half] for plane in planes], ids, [part[:, :half].contiguous() for part in rows])
         self.meanwhile()
         self.engine.scatter(planes, ids, rows, *args)
 
 
-READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+READS = {
     "lookup": lambda emb, ids: emb(ids),
     "gather": lambda emb, ids: emb.table.gather(ids),
     "few rows": lambda emb, ids: emb.table.look_up(ids),
@@ -149,14 +147,14 @@ READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_row_that_is_being_written_is_read_whole(name: str) -> None:
+def test_a_row_that_is_being_written_is_read_whole(name):
     emb = st.Embedding(ROWS, DIM, idle="lazy")
     nn.init.zeros_(emb.weight)
     table, ids = emb.table, torch.arange(ROWS)
     with ThreadPoolExecutor(1) as pool:
         found: list[Any] = []
 
-        def meanwhile() -> None:
+        def meanwhile():
             found.append(pool.submit(torch.no_grad()(lambda: READS[name](emb, ids).clone())))
             # It has read half of each row, or waits.
             table._engine.has_read.wait(0.5)
@@ -166,7 +164,7 @@ def test_a_row_that_is_being_written_is_read_whole(name: str) -> None:
         assert torch.equal(found[0].result(60), torch.ones(ROWS, DIM))
 
 
-def training(**options: Any) -> tuple[Any, Any]:
+def training(**options):
     emb = st.Embedding(ROWS, DIM, _weight=torch.arange(ROWS * DIM).view(ROWS, DIM).float(), **options)
     optimizer = torch.optim.Adam(emb.parameters(), lr=0.1)
     take_step(optimizer, emb(torch.arange(ROWS)).sum())
@@ -174,7 +172,7 @@ def training(**options: Any) -> tuple[Any, Any]:
     return emb, optimizer
 
 
-OVERTAKEN: dict[str, Callable[[Any], Any]] = {
+OVERTAKEN = {
     "a row": lambda emb: emb.weight[29],
     "whole": lambda emb: emb.weight + 0,
     "F.embedding": lambda emb: F.embedding(torch.tensor([2, 29]), emb.weight),
@@ -184,16 +182,14 @@ OVERTAKEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("options", [{}, {"idle": "lazy"}, {"cache_rows": 5}], ids=["exact", "lazy", "cache"])
 @pytest.mark.parametrize("name", OVERTAKEN)
-def test_a_step_that_begins_while_another_thread_reads_the_weight(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_begins_while_another_thread_reads_the_weight(name, options, monkeypatch):
     """The parameter is lent to it; what is read are rows of the table, and those that a gradient belongs to."""
     emb, optimizer = training(**options)
     want = OVERTAKEN[name](emb).detach().clone()
     arrived, lent, reader = threading.Event(), threading.Event(), list[int]()
 
-    def holding(function: Callable[..., Any]) -> Callable[..., Any]:
-        def hold(*args: Any, **kwargs: Any) -> Any:
+    def holding(function):
+        def hold(*args, **kwargs):
             if threading.get_ident() in reader and not arrived.is_set():
                 arrived.set()
                 assert lent.wait(60)
@@ -203,7 +199,7 @@ def test_a_step_that_begins_while_another_thread_reads_the_weight(
 
     monkeypatch.setattr(weights, "_call", holding(weights._call))
 
-    def read() -> Any:
+    def read():
         reader.append(threading.get_ident())
         found = OVERTAKEN[name](emb)
         return found.requires_grad, found.detach().clone()
@@ -212,7 +208,7 @@ def test_a_step_that_begins_while_another_thread_reads_the_weight(
         found = pool.submit(read)
         assert arrived.wait(60)
 
-        def meanwhile() -> Any:
+        def meanwhile():
             lent.set()
             return found.result(60)
 
@@ -221,16 +217,16 @@ def test_a_step_that_begins_while_another_thread_reads_the_weight(
     assert trains == (name != "detach")
 
 
-def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused() -> None:
+def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused():
     """And the step is made as without."""
 
-    def end(disturbed: bool) -> tuple[Tensor, Tensor]:
+    def end(disturbed):
         emb, optimizer = training()
         other = torch.optim.Adam(emb.parameters(), lr=1.0)
         loss = emb(torch.tensor([5])).sum()
         uses = [optimizer.step, other.step, loss.backward, lambda: emb.activate([1]).add_grad(torch.ones(1, DIM))]
 
-        def disturb() -> None:
+        def disturb():
             for use in uses if disturbed else ():
                 with pytest.raises(OptimizerError, match=r"for weight in the middle of a step of another thread"):
                     elsewhere(use)
@@ -250,16 +246,16 @@ def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused() -> None:
 class Noting(st.Embedding):
     """Looks a row up in another thread while torch saves or loads this module."""
 
-    def get_extra_state(self) -> float:
+    def get_extra_state(self):
         assert elsewhere(lambda: self(torch.tensor([2])).requires_grad)
         return float(self.weight.detach().sum())
 
-    def set_extra_state(self, state: float) -> None:
+    def set_extra_state(self, state):
         self.extra = self.get_extra_state()
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"vocabulary": st.Vocabulary()}], ids=str)
-def test_the_weight_stays_while_a_state_dict_is_made_and_loaded(options: dict[str, Any]) -> None:
+def test_the_weight_stays_while_a_state_dict_is_made_and_loaded(options):
     module = Noting(ROWS, DIM, **copy.deepcopy(options))
     module(torch.arange(ROWS))
     weight = module.weight
@@ -268,7 +264,7 @@ def test_the_weight_stays_while_a_state_dict_is_made_and_loaded(options: dict[st
     assert module.weight is weight
 
 
-def save(path: Any, model: Any, optimizer: Any) -> Any:
+def save(path, model, optimizer):
     st.save_checkpoint(path, model, optimizer)
     again = nn.ModuleList([st.Embedding(ROWS, DIM)])
     other = type(optimizer)(again.parameters())
@@ -276,7 +272,7 @@ def save(path: Any, model: Any, optimizer: Any) -> Any:
     return again.state_dict()["0.weight"], [state["exp_avg"] for state in other.state_dict()["state"].values()]
 
 
-USES: dict[str, Callable[[Any, Any, Any], Any]] = {
+USES = {
     "state_dict": lambda model, optimizer, path: model.state_dict()["0.weight"].clone(),
     "detach": lambda model, optimizer, path: model[0].weight.detach().clone(),
     "data": lambda model, optimizer, path: model[0].weight.data[:].clone(),
@@ -292,7 +288,7 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"idle": "lazy"}], ids=["exact", "cache", "lazy"])
 @pytest.mark.parametrize("name", USES)
-def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: Any) -> None:
+def test_in_the_middle_of_a_step(name, options, tmp_path):
     """What is seen is what was there before it; and the step is made as without."""
     ends = []
     for use in (lambda *_: None, USES[name]):
@@ -315,18 +311,18 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
 
 @forks
 @pytest.mark.parametrize("layout", ["planes", "rows"])
-def test_a_checkpoint_that_is_saved_while_another_thread_trains(layout: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_saved_while_another_thread_trains(layout, tmp_path):
     """Its checksums are of what was written, and each row is one of some step."""
     model = nn.ModuleDict({"emb": st.Embedding(60_000, 16, idle="lazy", layout=layout), "dense": nn.Linear(1000, 1000)})
     nn.init.zeros_(model["emb"].weight)
     opt, ended = torch.optim.Adagrad(model.parameters(), lr=0.1), threading.Event()
 
-    def step() -> None:
+    def step():
         ids = torch.randint(60_000, (4096,))
         # All values of a row change alike.
         take_step(opt, model["emb"](ids).sum() + model["dense"].weight.sum())
 
-    def train() -> None:
+    def train():
         while not ended.is_set():
             step()
 
@@ -345,14 +341,14 @@ def test_a_checkpoint_that_is_saved_while_another_thread_trains(layout: Any, tmp
         assert torch.equal(rows, rows[:, :1].expand_as(rows))
 
 
-def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_while_another_thread_has_the_rows(monkeypatch):
     """It waits for a while; then the child finds them free."""
     monkeypatch.setattr(once, "_PATIENCE_S", 0.05)
     emb, optimizer = training()
     optimizer.step()
     want, has, done = plain(emb(torch.arange(ROWS))), threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with emb._handle.rows.lock, emb.table._turn:
             has.set()
             done.wait(60)
@@ -372,12 +368,12 @@ def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatc
 
 
 @forks
-def test_a_fork_waits_for_a_write(tmp_path: Path) -> None:
+def test_a_fork_waits_for_a_write(tmp_path):
     emb = st.Embedding(ROWS, DIM)
     nn.init.zeros_(emb.weight)
     table, begun = emb.table, threading.Event()
 
-    def meanwhile() -> None:
+    def meanwhile():
         begun.set()
         # The fork is waiting by then, or finds all rows written.
         threading.Event().wait(0.1)

@@ -27,13 +27,13 @@ from speedtransfer.rows import Rows
 ROWS, DIM = 60, 4
 
 
-def make(seed: int = 0, **options) -> st.Embedding:
+def make(seed=0, **options):
     torch.manual_seed(seed)
     return st.Embedding(ROWS, DIM, device="cpu", **{"memory": "pageable", **options})
 
 
 @pytest.fixture
-def fetched(monkeypatch) -> list[torch.Tensor]:
+def fetched(monkeypatch):
     seen, read = [], st.Table.read
 
     def noted(table, ids, *rest):
@@ -44,7 +44,7 @@ def fetched(monkeypatch) -> list[torch.Tensor]:
     return seen
 
 
-def settled(ticket: tickets.Ticket) -> tickets.Ticket:
+def settled(ticket):
     ticket._task.wait()
     return ticket
 
@@ -168,7 +168,7 @@ def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(held):
     ticket = emb.prefetch(ids)
     assert held.begun.wait(LIMIT_S)
 
-    def check() -> bool:
+    def check():
         held.set()
         own = emb.prefetch(ids)
         found = own._task.result().fetched["weight"]
@@ -215,7 +215,7 @@ def test_python_ends_while_reads_are_under_way_also_in_a_forked_process():
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def live_tensors() -> int:
+def live_tensors():
     gc.collect()
     return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
 
@@ -227,7 +227,7 @@ def test_steps_with_tickets_do_not_gather_memory(steps, idle):
     optimizer = torch.optim.AdamW(emb.parameters())
     table = emb.table
 
-    def train(count: int) -> None:
+    def train(count):
         waiting = [emb.prefetch(torch.randint(ROWS, (64,))) for _ in range(3)]
         for step in range(count):
             waiting.append(emb.prefetch(torch.randint(ROWS, (64,))))
@@ -287,7 +287,7 @@ def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(no_gc, u
 def test_a_write_to_an_array_over_a_plane(plane, kept):
     """Between reading ahead and lookup, which no count of changes shows."""
 
-    def train(ask) -> torch.Tensor:
+    def train(ask):
         emb, ids, array = make(idle="lazy"), torch.arange(8), None
         optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
         take_step(optimizer, emb(ids).square().sum())

@@ -8,7 +8,6 @@ that fails; `put` writes rows; what goes into `seen` is compared, too.
 import collections
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from lazy_oracle import Twins, sparse, squared_loss, tensors_in
 from optimizer_cases import case_named
 from third_party import TAKERS
-from torch import Tensor, nn
+from torch import nn
 from weight_cases import Case, parse
 
 import speedtransfer
@@ -151,7 +150,7 @@ seen.append([float(state["step"]) for state in opt.state.values() if "step" in s
 SUMMED, DENSE = ("several", "two backwards", "clipped"), ("clipped", "edited")
 
 
-def has(program: Case, words: tuple[str, ...]) -> bool:
+def has(program, words):
     return any(word in program.title for word in words)
 
 
@@ -159,28 +158,28 @@ def has(program: Case, words: tuple[str, ...]) -> bool:
 LAZY = ("sgd-momentum", "adamw-fused", "adagrad", "rprop", "nadam", "adamw-foreach", "adam-fused")
 
 
-def run(program: Case, module: Any, opt: Any, batches: list[tuple[Tensor, Tensor]], oracle: Any = None) -> list[Any]:
+def run(program, module, opt, batches, oracle=None):
     """Run a program on one side and return what it saw; `oracle` makes the steps of the dense side of lazy ones."""
 
-    def loss(ids: Tensor, target: Tensor) -> Tensor:
+    def loss(ids, target):
         return squared_loss(module(ids), target)
 
-    def step(function: Callable[[], Any] | None = None) -> Any:
+    def step(function=None):
         return (function or opt.step)() if oracle is None else oracle.step(function)
 
-    def train(some: list[tuple[Tensor, Tensor]]) -> None:
+    def train(some):
         for batch in some:
             zero_grad()
             loss(*batch).backward()
             step()
 
-    def put(index: list[int]) -> None:
+    def put(index):
         if isinstance(module, speedtransfer.Embedding):
             module.table[index] = torch.ones(len(index), module.embedding_dim, device=device)
         else:
             module.weight.data[index] = 1.0
 
-    def fail() -> None:
+    def fail():
         """Raise after the work of a step: rows and their state stay, and what all rows share has counted it, as in torch."""
         if isinstance(module, speedtransfer.Embedding):
             opt._optimizer_step_code = lambda: [].pop()  # torch calls it before the hooks after a step
@@ -207,7 +206,7 @@ def run(program: Case, module: Any, opt: Any, batches: list[tuple[Tensor, Tensor
     return seen
 
 
-def compare(program: Case, pair: Any, tolerance: float | None, oracle: Any = None) -> None:
+def compare(program, pair, tolerance, oracle=None):
     modules, batches = pair.modules, pair.batches(24)
     ours, dense = pair.optimizers
     seen = run(program, modules[0], ours, batches), run(program, modules[1], dense, batches, oracle)
@@ -218,7 +217,7 @@ def compare(program: Case, pair: Any, tolerance: float | None, oracle: Any = Non
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
-def test_lazily(program: Case, name: str) -> None:
+def test_lazily(program, name):
     """As torch with idle rows put back after each step: bit for bit, where sums are made in the same order."""
     twins = Twins(case_named(name).make)
     compare(program, twins, 1e-5 if has(program, SUMMED) else 0.0, twins.oracle)
@@ -229,5 +228,5 @@ SPARSE = [(program, name) for program in PROGRAMS for name in TAKERS if not has(
 
 @pytest.mark.sweep("program", "name")
 @pytest.mark.parametrize(("program", "name"), SPARSE, ids=lambda it: it.title if isinstance(it, Case) else it)
-def test_with_sparse_gradients(program: Case, name: str) -> None:
+def test_with_sparse_gradients(program, name):
     compare(program, sparse(TAKERS[name]), 1e-5 if has(program, SUMMED) else None)

@@ -1,10 +1,7 @@
 """How far a row travels: our own function calls in a warm training step, counted, so that no corridor grows back."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -16,10 +13,10 @@ PACKAGE = str(Path(st.__file__).parent)
 IDS = torch.arange(64) * 50
 
 
-def calls_of(function: Callable[[], object]) -> int:
+def calls_of(function):
     calls = 0
 
-    def note(frame: FrameType, event: str, arg: Any) -> None:
+    def note(frame, event, arg):
         nonlocal calls
         code = frame.f_code
         # Comprehensions are functions in some versions of Python only.
@@ -36,11 +33,11 @@ def calls_of(function: Callable[[], object]) -> int:
 @pytest.mark.parametrize(
     ("idle", "ids", "most"), [("lazy", "rows", 88), ("exact", "rows", 125), ("lazy", "known", 180)]
 )
-def test_a_step(idle: str, ids: str, most: int) -> None:
+def test_a_step(idle, ids, most):
     emb = st.Embedding(5000, 32, memory="pageable", idle=idle, vocabulary=st.Vocabulary() if ids == "known" else None)
     opt = torch.optim.AdamW(emb.parameters(), lr=1e-3)
 
-    def step() -> None:
+    def step():
         take_step(opt, emb(IDS).sum())
 
     for _ in range(4):
@@ -48,7 +45,7 @@ def test_a_step(idle: str, ids: str, most: int) -> None:
     assert 0 < calls_of(step) <= most
 
 
-def test_a_lookup_without_gradients() -> None:
+def test_a_lookup_without_gradients():
     emb = st.Embedding(5000, 16, memory="pageable")
     with torch.no_grad():
         # Of few rows one call of torch, by the table itself.

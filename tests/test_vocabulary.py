@@ -1,15 +1,13 @@
 """Modules with a vocabulary in the ways that people use nn.Embedding and nn.EmbeddingBag: right, or refused by name."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from cases import raising, take_step
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,22 +21,20 @@ from speedtransfer.vocabulary.policies import most_rows
 DIM = 3
 
 
-def made(
-    capacity: int = 4, kind: type = st.Embedding, module: dict[str, Any] | None = None, **about: Any
-) -> tuple[Any, Any]:
+def made(capacity=4, kind=st.Embedding, module=None, **about):
     vocabulary = st.Vocabulary(**about)
     return kind(capacity, DIM, vocabulary=vocabulary, **(module or {})), vocabulary
 
 
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
+def sgd(module):
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
-def ids(*values: int) -> Tensor:
+def ids(*values):
     return torch.tensor(values, dtype=torch.int64)
 
 
-def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None:
+def trained(module, optimizer, *values):
     take_step(optimizer, module(ids(*values)).sum())
 
 
@@ -112,7 +108,7 @@ hash_ids([["a"], ["b", "c"]]) -> InvalidValueError: lists of different lengths
 
 
 @pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
-def test_refused(refusal: Refusal) -> None:
+def test_refused(refusal):
     module, vocabulary = made()
     names = {
         "torch": torch,
@@ -142,7 +138,7 @@ def test_refused(refusal: Refusal) -> None:
 
 # --- ids --------------------------------------------------------------------------------------------------------------
 
-FORMS: list[tuple[Any, list[int]]] = [
+FORMS = [
     ((1, 2), [1, 2]),
     (7, [7]),
     ([], []),
@@ -158,7 +154,7 @@ FORMS: list[tuple[Any, list[int]]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), FORMS, ids=repr)
-def test_ids_of_every_form(given: Any, expected: list[int]) -> None:
+def test_ids_of_every_form(given, expected):
     module, vocabulary = made()
     out = module(given)
     assert out.shape == (*torch.Size(np.shape(given)), DIM)
@@ -169,7 +165,7 @@ def test_ids_of_every_form(given: Any, expected: list[int]) -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_was_kept_while_rows_changed() -> None:
+def test_a_gradient_that_was_kept_while_rows_changed():
     module, _ = made(2, evict="lru")
     kept = []
     for each in (1, 2, 3):
@@ -187,7 +183,7 @@ def test_a_gradient_that_was_kept_while_rows_changed() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_gradient_by_hand_after_rows_changed(known: bool) -> None:
+def test_a_gradient_by_hand_after_rows_changed(known):
     """Without the time of the lookup its rows may be those of other ids."""
     module, _ = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
@@ -204,7 +200,7 @@ def test_a_gradient_by_hand_after_rows_changed(known: bool) -> None:
 
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
-def test_active_rows_of_unseen_ids_are_the_row_that_the_table_has_for_them(unseen: str, is_training: bool) -> None:
+def test_active_rows_of_unseen_ids_are_the_row_that_the_table_has_for_them(unseen, is_training):
     module, vocabulary = made(4, admit=2, unseen=unseen)
     module(ids(1, 1))
     module.train(is_training)
@@ -217,7 +213,7 @@ def test_active_rows_of_unseen_ids_are_the_row_that_the_table_has_for_them(unsee
     assert torch.equal(active.rows.detach()[active.inverse[[0, 2]]], found) == (unseen != "initial")
 
 
-def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
+def test_gradients_of_all_rows_go_to_the_ids_of_then():
     module, vocabulary = made(3, max_capacity=50, evict="lru")
     optimizer = sgd(module)
     module(ids(1, 2))
@@ -238,7 +234,7 @@ def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("way", ["assigned", "hook", "in place"])
-def test_gradients_given_for_all_rows(way: str, idle: str) -> None:
+def test_gradients_given_for_all_rows(way, idle):
     """They train the rows of ids, and not what unseen ids read; before the table grows, or after."""
     module, _ = made(2, module={"idle": idle}, max_capacity=40, unseen="zeros")
     optimizer = sgd(module)
@@ -263,11 +259,11 @@ def test_gradients_given_for_all_rows(way: str, idle: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["evaluation", "by hand"])
-def test_steps_of_ids_that_nothing_admits_warn_once(way: str) -> None:
+def test_steps_of_ids_that_nothing_admits_warn_once(way):
     module, vocabulary = made(module={"idle": "lazy"})
     optimizer = sgd(module)
 
-    def step(*values: int) -> None:
+    def step(*values):
         optimizer.zero_grad()
         if way == "evaluation":
             module.eval()(ids(*values)).sum().backward()
@@ -289,7 +285,7 @@ def test_steps_of_ids_that_nothing_admits_warn_once(way: str) -> None:
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_forwards_that_are_computed_again(reentrant: bool, unseen: str) -> None:
+def test_forwards_that_are_computed_again(reentrant, unseen):
     """Checkpointed, each id is counted once, and reads the same values both times."""
     results = []
     for again in (False, True):
@@ -297,7 +293,7 @@ def test_forwards_that_are_computed_again(reentrant: bool, unseen: str) -> None:
         module, vocabulary = made(8, unseen=unseen, admit=2, seed=1)
         linear, here = nn.Linear(DIM, DIM), torch.zeros(1, requires_grad=True)
 
-        def forward(batch: Tensor, here: Tensor, module: Any = module, linear: Any = linear) -> Tensor:
+        def forward(batch, here, module=module, linear=linear):
             return torch.tanh(linear(module(batch) + here))
 
         # One that is admitted, and one that is not.
@@ -319,13 +315,13 @@ def test_forwards_that_are_computed_again(reentrant: bool, unseen: str) -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_threads_that_evaluate_read_no_row_of_another_id() -> None:
+def test_threads_that_evaluate_read_no_row_of_another_id():
     """A row changes hands between the look-up of an id and the read."""
     module, vocabulary = made(2, initial=0.0, evict="lru")
     vocabulary.update([1], torch.ones(1, DIM))
     found, calls = Rows.lookup, []
 
-    def late(rows: Rows, index: Any) -> Tensor:
+    def late(rows, index):
         calls.append(index)
         if len(calls) == 1:
             vocabulary.forget([1])
@@ -337,13 +333,13 @@ def test_threads_that_evaluate_read_no_row_of_another_id() -> None:
     assert len(calls) == 2
 
 
-def test_a_lookup_in_training_waits_for_none() -> None:
+def test_a_lookup_in_training_waits_for_none():
     """Between the look-up of ids and the leaf of autograd no other thread takes their rows."""
     module, vocabulary = made(2, evict="lru")
     trained(module, sgd(module), 1, 2)
     read, others = Rows.read, []
 
-    def late(rows: Rows, *args: Any, **options: Any) -> Any:
+    def late(rows, *args, **options):
         if not others:
             others.append(threading.Thread(target=lambda: vocabulary.forget([1])))
             others[0].start()
@@ -368,7 +364,7 @@ NO_SCORES = [lambda *_: None, lambda *_: [1], lambda i, *_: np.array(["x"] * len
 @pytest.mark.parametrize(
     "about", [{"evict": "lru", "on_evict": refuse}, *({"evict": it} for it in (refuse, *NO_SCORES))]
 )
-def test_functions_that_fail_change_nothing(about: dict[str, Any]) -> None:
+def test_functions_that_fail_change_nothing(about):
     module, vocabulary = made(3, **about)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     trained(module, optimizer, 1, 2)
@@ -382,7 +378,7 @@ def test_functions_that_fail_change_nothing(about: dict[str, Any]) -> None:
     trained(module, optimizer, 1, 2)
 
 
-def test_a_function_that_raises_after_a_step_leaves_the_step_made() -> None:
+def test_a_function_that_raises_after_a_step_leaves_the_step_made():
     """Also that of other tables of the same optimizer."""
     vocabulary = st.Vocabulary(capacity=20, evict=1, on_evict=refuse)
     first, second = st.Embedding(4, DIM, vocabulary=vocabulary), st.Embedding(4, DIM)
@@ -401,7 +397,7 @@ def test_a_function_that_raises_after_a_step_leaves_the_step_made() -> None:
     assert len(vocabulary) == 4
 
 
-def test_functions_that_change_the_vocabulary_are_refused() -> None:
+def test_functions_that_change_the_vocabulary_are_refused():
     module, vocabulary = made(2, evict="lru", on_evict=lambda *_: vocabulary.forget([0]))
     optimizer = sgd(module)
     trained(module, optimizer, 0, 1)
@@ -411,7 +407,7 @@ def test_functions_that_change_the_vocabulary_are_refused() -> None:
 
 
 @pytest.mark.parametrize("evict", [None, "lru"])
-def test_a_table_that_cannot_grow(evict: Any) -> None:
+def test_a_table_that_cannot_grow(evict):
     module, vocabulary = made(2, max_capacity=100, evict=evict)
     trained(module, sgd(module), 1, 2)
     before = vocabulary.export()
@@ -429,7 +425,7 @@ def test_a_table_that_cannot_grow(evict: Any) -> None:
             assert vocabulary.max_capacity == 2
 
 
-def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
+def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids():
     module, vocabulary = made(max_capacity="160 B")
     row_bytes = module.table.nbytes // 5
     for num_bytes, most in ((10 * row_bytes, 9), (11 * row_bytes - 1, 9), (11 * row_bytes, 10), (3, 4)):
@@ -456,7 +452,7 @@ def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
         (lambda w: nn.init.trunc_normal_(w, std=0.02), ("normal", 0.0, 0.02)),
     ],
 )
-def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill: Callable[[Any], object], initial: Any) -> None:
+def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill, initial):
     module, vocabulary = made()
     module(ids(5, 6))
     fill(module.weight)
@@ -467,7 +463,7 @@ def test_functions_that_fill_the_weight_say_what_rows_begin_with(fill: Callable[
     assert torch.equal(rows, vocabulary.initial_values(known.numpy(), DIM, torch.float32))
 
 
-def test_a_conversion_to_a_dtype_without_the_values_that_rows_begin_with() -> None:
+def test_a_conversion_to_a_dtype_without_the_values_that_rows_begin_with():
     module, _ = made(initial=1e6)
     module(ids(5, 6))
     with pytest.raises(InvalidValueError, match="ends at 65504"):
@@ -478,7 +474,7 @@ def test_a_conversion_to_a_dtype_without_the_values_that_rows_begin_with() -> No
 # --- modules that share a weight --------------------------------------------------------------------------------------
 
 
-def test_two_modules_of_one_weight() -> None:
+def test_two_modules_of_one_weight():
     (first, vocabulary), (second, _) = made(module={"padding_idx": 9}), made(module={"padding_idx": 9})
     second.weight = first.weight
     second(ids(10, 9))
@@ -500,7 +496,7 @@ def test_two_modules_of_one_weight() -> None:
 @pytest.mark.parametrize(("admit", "capacity"), [(1, 300), (3, 300), (1, 6)])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("lookups_a_step", [1, 3])
-def test_deferred(unseen: str, admit: int, capacity: int, idle: str, lookups_a_step: int) -> None:
+def test_deferred(unseen, admit, capacity, idle, lookups_a_step):
     """With few rows those of the ids used longest ago are taken."""
     about = {"max_capacity": capacity, "admit": admit, "unseen": unseen, "evict": "lru", "seed": 1}
     ours, other = (made(4, module={"idle": idle}, deferred=deferred, **about)[0] for deferred in (True, False))
@@ -533,7 +529,7 @@ def test_deferred(unseen: str, admit: int, capacity: int, idle: str, lookups_a_s
     assert (stats.evicted > 0) == (capacity == 6)
 
 
-def test_rows_of_deferred_lookups_whose_gradient_is_to_come_stay() -> None:
+def test_rows_of_deferred_lookups_whose_gradient_is_to_come_stay():
     module, vocabulary = made(evict="lru", deferred=True)
     opt = sgd(module)
     vocabulary.update(torch.arange(4), torch.zeros(4, DIM))
@@ -551,7 +547,7 @@ def test_rows_of_deferred_lookups_whose_gradient_is_to_come_stay() -> None:
     assert sorted(vocabulary.ids().tolist()) == [0, 1, 2, 7]
 
 
-def test_ids_wait_for_a_number_of_lookups_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_wait_for_a_number_of_lookups_at_most(monkeypatch):
     monkeypatch.setattr(room, "_MOST_WAITING", 3)
     module, vocabulary = made(20, deferred=True)
     batch = torch.zeros(1, dtype=torch.int64)
@@ -561,7 +557,7 @@ def test_ids_wait_for_a_number_of_lookups_at_most(monkeypatch: pytest.MonkeyPatc
         assert vocabulary.ids().tolist() == [*range(id - id % 3)]
 
 
-def test_what_was_looked_up_is_settled_before_ids_are_forgotten_or_set() -> None:
+def test_what_was_looked_up_is_settled_before_ids_are_forgotten_or_set():
     module, vocabulary = made(20, deferred=True)
     module(ids(3, 4))
     assert vocabulary.forget(ids(3)) == 1

@@ -39,7 +39,7 @@ class AgainstDict(RuleBasedStateMachine):
         self.context.setattr(id_index, "_MOVED_SLOTS", pace)
         self.context.setattr(id_index, "_MOVED_SLOTS_PER_ID", 0)
         self.index = IdIndex(room)
-        self.oracle: dict[int, int] = {}
+        self.oracle = {}
 
     @rule(ids=some.lists(IDS, unique=True, max_size=80), row=some.integers(0, 2**62))
     def insert(self, ids, row):

@@ -2,19 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Iterator
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from cpu_kernels import CpuKernels, cpu_kernels
+from cpu_kernels import cpu_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from speedtransfer.vocabulary import device_map, numba_initial
 from speedtransfer.vocabulary.device_map import Slots, fill_unseen
-from speedtransfer.vocabulary.initial import Initial, _rounded, initial_values, stream_key
+from speedtransfer.vocabulary.initial import _rounded, initial_values, stream_key
 from speedtransfer.vocabulary.mixing import GOLDEN
 
 NORMAL, UNIFORM = ("normal", 0.0, 1.0), ("uniform", -0.1, 0.3)
@@ -108,11 +107,11 @@ def test_ties_between_two_roundings():
 
 
 @pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
+def kernels(request):
     """Launches run on the CPU, the last thread first or last."""
     built = cpu_kernels()
 
-    def launch(num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray) -> None:
+    def launch(num_items, source, name, device, packed):
         assert source == "ids.cu"
         built.launch(name, 3, 5, packed, request.param)
 
@@ -121,12 +120,12 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
         yield built
 
 
-def found(slots: Slots, ids: list[int], unseen: int = 0) -> tuple[list[int], int]:
+def found(slots, ids, unseen=0):
     unknown = torch.zeros(1, dtype=torch.int64)
     return slots.find(torch.tensor(ids, dtype=torch.int64), unknown, unseen).tolist(), int(unknown)
 
 
-def change(slots: Slots, changes: dict[int, int]) -> None:
+def change(slots, changes):
     slots.change(torch.tensor(list(changes)), torch.tensor(list(changes.values())))
 
 
@@ -136,10 +135,10 @@ IDS = some.sampled_from([0, 1, -1, 5, 64, LOW, HIGH, *(7**k for k in range(3, 12
 @pytest.mark.usefixtures("kernels")
 @settings(max_examples=60, deadline=None)
 @given(some.lists(some.dictionaries(IDS, some.integers(-1, 40), min_size=1), max_size=12), some.data())
-def test_it_is_a_dict(steps: list[dict[int, int]], data: some.DataObject) -> None:
+def test_it_is_a_dict(steps, data):
     # As few slots as there may be: long runs, that wrap around, and marks that are taken again.
     slots = Slots(torch.zeros(32, 2, dtype=torch.int64), data.draw(IDS), data.draw(IDS) | 1)
-    known: dict[int, int] = {}
+    known = {}
     for step in steps:
         change(slots, step)
         known = {id: row for id, row in (known | step).items() if row >= 0}
@@ -150,7 +149,7 @@ def test_it_is_a_dict(steps: list[dict[int, int]], data: some.DataObject) -> Non
 
 
 @pytest.mark.usefixtures("kernels")
-def test_a_full_table_ends_every_search() -> None:
+def test_a_full_table_ends_every_search():
     slots = Slots.over(torch.zeros(8, 2, dtype=torch.int64))
     change(slots, {id: id for id in range(8)})
     assert found(slots, [*range(9)]) == ([*range(8), 0], 1)
@@ -162,7 +161,7 @@ def test_a_full_table_ends_every_search() -> None:
 @pytest.mark.sweep("dtype", "initial")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("initial", [NORMAL, ("normal", 0.3, 2e-3), UNIFORM, 1 / 3], ids=str)
-def test_first_values_have_the_bits_of_the_host(initial: Initial, dtype: torch.dtype) -> None:
+def test_first_values_have_the_bits_of_the_host(initial, dtype):
     far = [id_with(word, seed=-5) for word in FAR]
     ids = torch.tensor([*far, 0, LOW, HIGH, *np.random.default_rng(1).integers(LOW, HIGH, 3000).tolist()])
     rows = torch.arange(len(ids)).sub(len(far)).clamp(min=0) % 3
@@ -175,14 +174,14 @@ def test_first_values_have_the_bits_of_the_host(initial: Initial, dtype: torch.d
         assert -values[: len(far), 0].min() > 8.1 < values[: len(far), 0].max()
 
 
-def id_with(word: int, seed: int) -> int:
+def id_with(word, seed):
     """Return the id whose first random word is `word`."""
     key = int(stream_key(seed)[0])
     id = unmixed((unmixed((unmixed(word) - int(GOLDEN)) % 2**64) - key) % 2**64) ^ key
     return id - 2**64 if id >= 2**63 else id
 
 
-def unmixed(x: int) -> int:
+def unmixed(x):
     """Return what `mix64` makes `x` of."""
     for shift, factor in ((27, 0x1C69B3F74AC4AE35), (33, 0x3C79AC492BA7B653), (27, 1)):
         found = x

@@ -5,9 +5,6 @@ That training goes on with the same bits, and that copies read the same, see tes
 
 import copy
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ IDS = torch.arange(30) * 2**59 - 2**62
 
 
 class Net(nn.Module):
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding):
         super().__init__()
         self.emb = embedding
 
@@ -33,28 +30,28 @@ class Net(nn.Module):
 class Run:
     """A module with a vocabulary and its optimizer, trained with ids that follow from the number of the step."""
 
-    def __init__(self, optimizer: str = "adamw", idle: Any = "lazy", **settings: Any) -> None:
+    def __init__(self, optimizer="adamw", idle="lazy", **settings):
         self.vocabulary = st.Vocabulary(**{"capacity": 4, "max_capacity": 14, "evict": "lru", "seed": 3} | settings)
         self.net = Net(st.Embedding(4, DIM, idle=idle, vocabulary=self.vocabulary))
         self.optimizer = case_named(optimizer).make(self.net.parameters())
 
-    def train(self, *steps: int) -> None:
+    def train(self, *steps):
         for step in steps:
             draw = torch.Generator().manual_seed(step)
             ids = IDS[(torch.rand(5, generator=draw) ** 2 * len(IDS)).long()]
             take_step(self.optimizer, (self.net.emb(ids) - torch.randn(5, DIM, generator=draw)).square().sum())
 
-    def step(self, ids: Tensor) -> None:
+    def step(self, ids):
         take_step(self.optimizer, self.net.emb(ids).square().sum())
 
-    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def save(self):
         return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
 
-    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    def load(self, saved):
         self.net.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
 
-    def by_id(self) -> dict[str, Tensor]:
+    def by_id(self):
         """Return all that belongs to ids, in their order."""
         ids, rows = self.vocabulary.export()
         at = self.vocabulary.rows(ids)
@@ -69,7 +66,7 @@ class Run:
 WAYS = ["model first", "optimizer first", "checkpoint"]
 
 
-def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Path) -> None:
+def carry_over(way, old, new, folder):
     if way == "checkpoint":
         st.save_checkpoint(folder, *old)
         st.load_checkpoint(folder, *new)
@@ -78,7 +75,7 @@ def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Pat
         new[number].load_state_dict(copy.deepcopy(old[number].state_dict()))
 
 
-def _forgetful() -> Run:
+def _forgetful():
     """Return a run whose ids have the last ones of many rows."""
     run = Run(capacity=25, max_capacity=None, evict=None)
     run.train(*range(6))
@@ -86,7 +83,7 @@ def _forgetful() -> Run:
     return run
 
 
-def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
+def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both():
     large = _forgetful()
     before = large.by_id()
     weights = large.net.state_dict()
@@ -106,9 +103,7 @@ def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
-def test_a_plain_embedding_becomes_one_with_ids(
-    way: str, library: Any, padding_idx: int | None, tmp_path: Path
-) -> None:
+def test_a_plain_embedding_becomes_one_with_ids(way, library, padding_idx, tmp_path):
     plain = Net(library.Embedding(9, DIM, padding_idx=padding_idx))
     ours = Net(st.Embedding(12, DIM, padding_idx=padding_idx, vocabulary=st.Vocabulary()))
     if library is nn:
@@ -124,7 +119,7 @@ def test_a_plain_embedding_becomes_one_with_ids(
     assert len(ours.emb.vocabulary) == 9 - (padding_idx is not None)
 
 
-def test_rows_that_are_given_are_those_of_the_ids_from_0_on() -> None:
+def test_rows_that_are_given_are_those_of_the_ids_from_0_on():
     weight, ids = torch.randn(6, DIM), torch.arange(6)
     made = st.Embedding.from_pretrained(weight, padding_idx=2, vocabulary=st.Vocabulary(capacity=8))
     assigned = st.Embedding(9, DIM, padding_idx=2, device="meta", vocabulary=st.Vocabulary())
@@ -134,7 +129,7 @@ def test_rows_that_are_given_are_those_of_the_ids_from_0_on() -> None:
         assert emb.vocabulary.ids().tolist() == [0, 1, 3, 4, 5]
 
 
-def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_was_loaded_is_saved_again(monkeypatch):
     monkeypatch.setattr(id_rows, "_LEAST_WINDOW", 1)
     monkeypatch.setattr(id_rows, "_WINDOW", 1)
     run = Run(admit=2, evict="lfu", seed=2**64 - 3)
@@ -156,7 +151,7 @@ def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("optimizer", ["adagrad-initial", "adamw"])
-def test_ids_that_came_before_the_first_step(optimizer: str, way: str, tmp_path: Path) -> None:
+def test_ids_that_came_before_the_first_step(optimizer, way, tmp_path):
     """Adagrad has made its state by then, of the rows that there were; tables grow after it was loaded, too."""
     run, loaded = (Run(optimizer, max_capacity=40) for _ in "12")
     run.net.emb(IDS[:12])
@@ -168,7 +163,7 @@ def test_ids_that_came_before_the_first_step(optimizer: str, way: str, tmp_path:
     assert torch.equal(run.net.emb(IDS[:12]), loaded.net.emb(IDS[:12]))
 
 
-def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
+def test_too_many_ids_change_nothing(tmp_path):
     large, small = _forgetful(), Run(capacity=3, max_capacity=5)
     small.train(7)
     before = small.by_id()
@@ -186,11 +181,11 @@ def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
         small.train(8)
 
 
-def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def _set(name, value):
     return lambda state: state.update({f"vocabulary.{name}": value(state[f"vocabulary.{name}"])})
 
 
-MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+MALFORMED = {
     "no ids": (lambda state: state.pop("vocabulary.ids"), "no 'vocabulary.ids'"),
     "no rows": (lambda state: state.pop("weight"), "not their rows"),
     "no numbers": (lambda state: state.pop("vocabulary.numbers"), "no 'vocabulary.numbers'"),
@@ -211,7 +206,7 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_malformed_states(name: str) -> None:
+def test_malformed_states(name):
     damage, message = MALFORMED[name]
     run = Run()
     run.train(0, 1)
@@ -223,7 +218,7 @@ def test_malformed_states(name: str) -> None:
     run.train(2)
 
 
-def test_state_that_was_loaded_before_other_ids_is_refused() -> None:
+def test_state_that_was_loaded_before_other_ids_is_refused():
     """Whose state it is can be told neither by what came last nor by what came first: it might be that of either."""
     one, other, run = Run(), Run(), Run()
     one.train(0, 1)
@@ -245,7 +240,7 @@ def test_state_that_was_loaded_before_other_ids_is_refused() -> None:
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
-def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_modules_that_do_not_fit_are_refused(tmp_path):
     """Those without a vocabulary, or of another width or padding."""
     run = Run()
     run.train(0)
@@ -264,7 +259,7 @@ def test_modules_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert other.load_state_dict({}, strict=False).missing_keys == ["weight"]
 
 
-def test_a_state_with_a_clock_in_microseconds() -> None:
+def test_a_state_with_a_clock_in_microseconds():
     """As vocabularies saved it that evicted by wall time: its ids count as used now."""
     run = Run()
     run.train(0, 1)
@@ -278,7 +273,7 @@ def test_a_state_with_a_clock_in_microseconds() -> None:
     assert torch.equal(run.by_id()["rows"], before["rows"])
 
 
-def test_a_pending_gradient_of_ids_that_are_still_there_stays() -> None:
+def test_a_pending_gradient_of_ids_that_are_still_there_stays():
     run = Run("sgd")
     run.net.emb(IDS[:3]).sum().backward()
     saved = run.save()
@@ -292,7 +287,7 @@ def test_a_pending_gradient_of_ids_that_are_still_there_stays() -> None:
 # --- what a vocabulary counts, and the curves that are made of it ------------------------------------------------------
 
 
-def test_counts_of_training_and_evaluation() -> None:
+def test_counts_of_training_and_evaluation():
     vocabulary = st.Vocabulary(admit=2, evict="lru", seed=0)
     module = st.Embedding(3, 2, vocabulary=vocabulary, idle="lazy")
     assert (vocabulary.stats().load, vocabulary.stats().unseen_rate) == (0.0, 0.0)
@@ -324,39 +319,39 @@ def test_counts_of_training_and_evaluation() -> None:
 SEEN = torch.tensor([[7, -1, 2**60], [3, 7, 5]])
 
 
-def model(device: str = "cpu") -> nn.Module:
+def model(device="cpu"):
     vocabulary = st.Vocabulary(seed=2, max_capacity=100, unseen="zeros")
     emb = st.Embedding(4, 2, padding_idx=3, device=device, vocabulary=vocabulary)
     return nn.Sequential(emb, nn.Linear(2, 2, device=device))
 
 
-def train(net: nn.Module) -> nn.Module:
+def train(net):
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for step in range(3):
         take_step(optimizer, net(SEEN + step).square().sum())
     return net
 
 
-def assert_same(net: nn.Module, other: nn.Module) -> None:
+def assert_same(net, other):
     pairs = [
         (*each[0].vocabulary.export(), *(param.detach() for param in each[1].parameters())) for each in (net, other)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
 
 
-def checkpoint(net: nn.Module, other: nn.Module, folder: Path) -> None:
+def checkpoint(net, other, folder):
     st.save_checkpoint(folder, net)
     with pytest.raises(InvalidValueError, match=r"meta device, .*to_empty"):
         st.load_checkpoint(folder, other)
     st.load_checkpoint(folder, other.to_empty(device="cpu"))
 
 
-LOADS: dict[str, Callable[[nn.Module, nn.Module, Path], Any]] = {
+LOADS = {
     "checkpoint": checkpoint,
     "assign": lambda net, other, _: other.load_state_dict(copy.deepcopy(net.state_dict()), assign=True),
     "to_empty": lambda net, other, _: other.to_empty(device="cpu").load_state_dict(net.state_dict()),
 }
-BORN: dict[str, Callable[[], nn.Module]] = {
+BORN = {
     "made there": lambda: model("meta"),
     "moved there": lambda: train(model()).to("meta"),
     "copied there": lambda: copy.deepcopy(model("meta")),
@@ -366,7 +361,7 @@ BORN: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("born", BORN)
 @pytest.mark.parametrize("load", LOADS)
-def test_what_is_loaded_gives_it_rows(load: str, born: str, tmp_path: Path) -> None:
+def test_what_is_loaded_gives_it_rows(load, born, tmp_path):
     net, other = train(model()), BORN[born]()
     assert other[0].weight.is_meta
     assert other[0].vocabulary.max_capacity == 100
@@ -380,24 +375,24 @@ def test_what_is_loaded_gives_it_rows(load: str, born: str, tmp_path: Path) -> N
 # --- what has changed since a time, in memory and in files, and copies that follow -------------------------------------
 
 
-def trained(steps: int = 1, **settings: Any) -> Run:
+def trained(steps=1, **settings):
     run = Run(**{"capacity": 6, "max_capacity": 16, **settings})
     for step in range(steps):
         run.step(IDS[step : step + 4])
     return run
 
 
-def follower() -> Run:
+def follower():
     return Run(capacity=20, max_capacity=None, evict=None, seed=5)
 
 
-def check_equal(ours: st.Vocabulary, theirs: st.Vocabulary) -> None:
+def check_equal(ours, theirs):
     known = ours.ids().sort().values
     assert torch.equal(known, theirs.ids().sort().values)
     assert torch.equal(*(one.weights_of(one.rows(known).numpy()) for one in (ours, theirs)))
 
 
-def test_only_what_has_changed() -> None:
+def test_only_what_has_changed():
     run = trained(2)
     vocabulary = run.vocabulary
     clock, row = vocabulary.clock, vocabulary.rows(IDS[3:4]).numpy()
@@ -422,7 +417,7 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
-MOVES: dict[str, Callable[[Any, Tensor], object]] = {
+MOVES = {
     "in evaluation mode": lambda emb, ids: emb.eval()(ids).sum().backward(),
     "read ahead": lambda emb, ids: emb.eval()(emb.prefetch(ids)).sum().backward(),
     "activate": lambda emb, ids: emb.activate(ids).add_grad(torch.ones(len(ids), emb.embedding_dim)),
@@ -431,7 +426,7 @@ MOVES: dict[str, Callable[[Any, Tensor], object]] = {
 
 
 @pytest.mark.parametrize("way", MOVES)
-def test_rows_that_a_step_moves_have_changed(way: str) -> None:
+def test_rows_that_a_step_moves_have_changed(way):
     run = trained(idle="lazy")
     clock, ids = run.vocabulary.clock, run.vocabulary.ids()[:2]
     assert run.vocabulary.changed_since(clock).ids.tolist() == []
@@ -458,7 +453,7 @@ def test_rows_that_a_lookup_rescales_have_changed(way):
     assert not vocabulary.changed_since(clock + 1).complete
 
 
-def test_all_rows_when_idle_ones_have_moved() -> None:
+def test_all_rows_when_idle_ones_have_moved():
     run = trained(idle="exact")
     clock = run.vocabulary.clock
     run.step(IDS[5:6])
@@ -469,7 +464,7 @@ def test_all_rows_when_idle_ones_have_moved() -> None:
     assert run.vocabulary.changed_since(clock).complete
 
 
-def test_a_dump_that_is_missing_is_told() -> None:
+def test_a_dump_that_is_missing_is_told():
     run = trained()
     dumps, clock = [run.vocabulary.changed_since(0)], run.vocabulary.clock
     for step in range(3):
@@ -501,7 +496,7 @@ def test_a_dump_that_is_missing_is_told() -> None:
         copied.vocabulary.update(last)
 
 
-def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it() -> None:
+def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it():
     run = trained(3)
     saved, clock, copied = run.save(), run.vocabulary.clock, follower()
     copied.net.load_state_dict(saved[0])
@@ -515,7 +510,7 @@ def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it() -
         copied.vocabulary.update(run.vocabulary.changed_since(clock + 1))
 
 
-def test_more_evicted_ids_than_are_remembered() -> None:
+def test_more_evicted_ids_than_are_remembered():
     run, copied = trained(capacity=5, max_capacity=None), follower()
     copied.vocabulary.update(run.vocabulary.changed_since(0))
     clock = run.vocabulary.clock
@@ -528,7 +523,7 @@ def test_more_evicted_ids_than_are_remembered() -> None:
     check_equal(copied.vocabulary, run.vocabulary)
 
 
-def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
+def test_a_file_that_any_program_reads(tmp_path):
     path = tmp_path / "dump.safetensors"
     run = trained(2)
     changes = run.vocabulary.changed_since(0)
@@ -554,7 +549,7 @@ def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
             st.Changes.load(path)
 
 
-def test_what_does_not_fit_changes_nothing() -> None:
+def test_what_does_not_fit_changes_nothing():
     runs = trained(8), trained(5)
     changes, fitting = (run.vocabulary.changed_since(0) for run in runs)
     small = Run(capacity=6, max_capacity=8, evict=None)
@@ -580,7 +575,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", ["model", "vocabulary", "assign"])
-def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way: str) -> None:
+def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way):
     """As where a part of it was put in: ``state = model.state_dict(); state.update(part); model.load_state_dict(state)``."""
     run, other = (Run(evict="lfu", half_life=2.0) for _ in "12")
     for each in (run, other):
@@ -595,7 +590,7 @@ def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way: str) -> Non
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
-def test_averages_by_state_dicts_are_refused() -> None:
+def test_averages_by_state_dicts_are_refused():
     """Two modules have their ids in another order, so that the rows of both are no pairs."""
     model = st.Embedding(8, 3, vocabulary=st.Vocabulary(seed=1))
     model(torch.tensor([3, 4]))

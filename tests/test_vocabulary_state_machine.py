@@ -32,14 +32,14 @@ IDS = [0, 1, 2, 3, 6, -1, 2**63 - 1, -(2**63), 2**32, 2**32 + 1, -(2**32), 2**63
 # Of the plain table: the row that unknown ids may share, that of padding, and two for each id.
 SHARED, PADDED, KNOWN, UNKNOWN = 0, 1, 2, 2 + len(IDS)
 
-evicted: list[tuple[torch.Tensor, torch.Tensor]] = []
+evicted = []
 
 
-def archive(ids: torch.Tensor, rows: torch.Tensor) -> None:
+def archive(ids, rows):
     evicted.append((ids, rows))
 
 
-def even_ones(ids: np.ndarray, last_use: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def even_ones(ids, last_use, counts):
     return ids % 2 == 0
 
 
@@ -84,7 +84,7 @@ class VocabularyMachine(RuleBasedStateMachine):
     """A module with a vocabulary beside a plain one."""
 
     @initialize(config=CONFIGS, seed=some.integers(0, 99))
-    def start(self, config: dict[str, Any], seed: int) -> None:
+    def start(self, config, seed):
         self.folder, self.config = tempfile.TemporaryDirectory(), config
         self.files, self.asked = 0, list[tuple[list[list[int]], Any]]()
         self.make(CAPACITY, seed)
@@ -94,10 +94,10 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.follower = st.Embedding(20, DIM, vocabulary=st.Vocabulary(unseen=config["unseen"], seed=5), **alike)
         self.dumped = 0
         self.set_plain(range(2 + 2 * len(IDS)), torch.zeros(2 + 2 * len(IDS), DIM))
-        self.known: set[int] = set()
+        self.known = set()
         # By id: sightings while it was unknown, and uses: the clock of the last one, and how many since it got its row.
         self.seen, self.last_use, self.uses = dict[int, int](), dict[int, int](), dict[int, int]()
-        self.held: list[Lookup] = []
+        self.held = []
         # Ids of the pending gradient; whether it is zero.
         self.pending, self.zeroed = set[int](), False
         self.clock = 0
@@ -105,7 +105,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.begin_to_train()
         self.forget_unknown()
 
-    def make(self, capacity: int, seed: int) -> None:
+    def make(self, capacity, seed):
         config, self.files = self.config, self.files + 1
         names = ("admit", "evict", "unseen", "max_capacity")
         self.vocabulary = st.Vocabulary(
@@ -124,14 +124,14 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.ours = kind(9, DIM, padding_idx=config["padding_idx"], vocabulary=self.vocabulary, **about, **own)
         self.plain = kind(2 + 2 * len(IDS), DIM, padding_idx=padded, **about)
 
-    def begin_to_train(self) -> None:
+    def begin_to_train(self):
         make = OPTIMIZERS[self.config["optimizer"]]
         self.optimizers = make(self.ours.parameters()), make(self.plain.parameters())
         if self.config["hooked"]:
             for module in (self.ours, self.plain):
                 module.weight.register_hook(lambda grad: None)
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "folder"):
             self.held = []
             self.folder.cleanup()
@@ -139,10 +139,10 @@ class VocabularyMachine(RuleBasedStateMachine):
     # --- the oracle ---------------------------------------------------------------------------------------------------
 
     @property
-    def padding(self) -> set[int]:
+    def padding(self):
         return set() if self.config["padding_idx"] is None else {PADDING}
 
-    def set_plain(self, rows: Any, values: torch.Tensor) -> None:
+    def set_plain(self, rows, values):
         at = torch.as_tensor(list(rows), dtype=torch.int64)
         find_handle(self.plain.weight).rows.reset(at, values)
         # That of a copied optimizer is not in the table before its first step.
@@ -152,34 +152,34 @@ class VocabularyMachine(RuleBasedStateMachine):
             if type(state) is torch.Tensor and state.dim():
                 state[at] = 0
 
-    def first_values(self, ids: list[int]) -> torch.Tensor:
+    def first_values(self, ids):
         return self.vocabulary.initial_values(np.array(ids, dtype=np.int64), DIM, torch.float32)
 
-    def forget_unknown(self) -> None:
+    def forget_unknown(self):
         """Set what unknown ids read back."""
         values = self.first_values(IDS) if self.config["unseen"] == "initial" else torch.zeros(len(IDS), DIM)
         if self.config["unseen"] != "row":
             self.set_plain(range(UNKNOWN, UNKNOWN + len(IDS)), values)
 
-    def row(self, id: int) -> int:
+    def row(self, id):
         if id in self.padding:
             return PADDED
         if id in self.known:
             return KNOWN + IDS.index(id)
         return SHARED if self.config["unseen"] == "row" else UNKNOWN + IDS.index(id)
 
-    def begin(self, ids: list[int], values: torch.Tensor | None = None) -> None:
+    def begin(self, ids, values=None):
         if ids:
             self.set_plain([KNOWN + IDS.index(id) for id in ids], self.first_values(ids) if values is None else values)
         self.known |= set(ids)
         for id in ids:
             self.last_use[id], self.uses[id] = self.clock, 0
 
-    def kept(self) -> set[int]:
+    def kept(self):
         """Return the ids whose rows must not be taken."""
         return set().union(*(one.ids for one in self.held)) | (set() if self.zeroed else self.pending)
 
-    def check_evicted(self, kept: set[int], new: int | None) -> None:
+    def check_evicted(self, kept, new):
         """Check those that were evicted, to make room for `new` ids (None: by a step), and forget them."""
         gone = [int(id) for ids, _ in evicted for id in ids]
         for ids, rows in evicted:
@@ -204,7 +204,7 @@ class VocabularyMachine(RuleBasedStateMachine):
             assert len(gone) == max(len(self.known) + new - most, 0)
         self.known -= set(gone)
 
-    def may_go(self, kept: set[int]) -> set[int]:
+    def may_go(self, kept):
         ids, rule = self.known - kept, self.config["evict"]
         if rule is even_ones:
             return {id for id in ids if id % 2 == 0}
@@ -212,7 +212,7 @@ class VocabularyMachine(RuleBasedStateMachine):
             return {id for id in ids if self.clock - self.last_use[id] > 2}
         return set() if rule is None else ids
 
-    def admitted(self, ids: list[int]) -> list[int]:
+    def admitted(self, ids):
         """Return the ids that a lookup in training admits, of those that are unknown."""
         new = [id for id in dict.fromkeys(ids) if id not in self.known | self.padding]
         for id in new:
@@ -221,7 +221,7 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     # --- comparing ----------------------------------------------------------------------------------------------------
 
-    def compare(self, ours: torch.Tensor, plain: torch.Tensor) -> None:
+    def compare(self, ours, plain):
         if self.config["storage_dtype"] is None:
             assert_same_bits(ours.detach(), plain.detach())
         else:
@@ -229,7 +229,7 @@ class VocabularyMachine(RuleBasedStateMachine):
             torch.testing.assert_close(ours.detach(), plain.detach(), rtol=0.1, atol=0.3)
 
     @invariant()
-    def known_ids_have_the_rows_and_the_state_of_the_oracle(self) -> None:
+    def known_ids_have_the_rows_and_the_state_of_the_oracle(self):
         if not hasattr(self, "known"):
             return
         assert set(self.vocabulary.ids().tolist()) == self.known
@@ -249,7 +249,7 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
-    def as_form(self, ids: list[list[int]], form: str) -> Any:
+    def as_form(self, ids, form):
         if form == "list" and ids:
             return ids
         if form == "uint64":
@@ -257,7 +257,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         tensor = torch.tensor(ids, dtype=torch.int64).view(-1, 2)
         return self.ours.prefetch(tensor) if form == "ticket" and self.config["kind"] == "Embedding" else tensor
 
-    def asked_earlier(self, at: list[list[int]], form: str) -> tuple[list[list[int]], Any]:
+    def asked_earlier(self, at, form):
         """Return ids and what to look up: for some forms a ticket that was made a while ago, of other ids."""
         if form == "earlier ticket" and self.asked:
             return self.asked.pop(0)
@@ -265,23 +265,23 @@ class VocabularyMachine(RuleBasedStateMachine):
         return ids, self.as_form(ids, form)
 
     @rule(batches=some.lists(BATCH, min_size=1, max_size=3))
-    def ask(self, batches: list[list[list[int]]]) -> None:
+    def ask(self, batches):
         if self.config["kind"] == "Embedding" and not self.asked:
             for at in batches:
                 ids = [[IDS[one] for one in pair] for pair in at]
                 self.asked.append((ids, self.as_form(ids, "ticket")))
 
-    def rows_of(self, ids: list[list[int]]) -> torch.Tensor:
+    def rows_of(self, ids):
         return torch.tensor([[self.row(id) for id in pair] for pair in ids], dtype=torch.int64).view(-1, 2)
 
-    def keep(self, outs: tuple[torch.Tensor, torch.Tensor], ids: list[list[int]]) -> None:
+    def keep(self, outs, ids):
         self.compare(*outs)
         weight = torch.linspace(-1, 1, outs[0].numel()).view(outs[0].shape)
         losses = tuple((out * out * weight).sum() for out in outs)
         self.held.append(Lookup(losses, {id for pair in ids for id in pair} & self.known))
 
     @rule(at=BATCH, form=FORMS)
-    def train(self, at: list[list[int]], form: str) -> None:
+    def train(self, at, form):
         ids, given = self.asked_earlier(at, form)
         flat = [id for pair in ids for id in pair]
         kept = self.kept() | set(flat)
@@ -304,7 +304,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.keep((out, self.plain(self.rows_of(ids))), ids)
 
     @rule(at=BATCH, form=FORMS, way=some.sampled_from(["eval", "no_grad", "eval with gradients", "frozen"]))
-    def evaluate(self, at: list[list[int]], form: str, way: str) -> None:
+    def evaluate(self, at, form, way):
         ids, given = self.asked_earlier(at, form)
         before = self.vocabulary.generation, self.vocabulary.state_dict()["last_use"].clone()
         self.ours.train("eval" not in way)
@@ -324,7 +324,7 @@ class VocabularyMachine(RuleBasedStateMachine):
     # --- gradients and steps ------------------------------------------------------------------------------------------
 
     @rule(first=some.booleans())
-    def backward(self, first: bool) -> None:
+    def backward(self, first):
         """Let gradients come: of the lookup made last, or of all."""
         for _ in range(1 if first else len(self.held)):
             if self.held:
@@ -335,7 +335,7 @@ class VocabularyMachine(RuleBasedStateMachine):
                     loss.backward()
 
     @rule()
-    def step(self) -> None:
+    def step(self):
         if self.zeroed:
             return
         if self.ours.weight.grad is not None:
@@ -349,14 +349,14 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.check_evicted(self.kept(), None)
 
     @rule(set_to_none=some.booleans())
-    def zero_grad(self, set_to_none: bool) -> None:
+    def zero_grad(self, set_to_none):
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         self.zeroed = not set_to_none and self.ours.weight.grad is not None
         self.pending = self.pending if self.zeroed else set()
 
     @rule(at=BATCH, form=FORMS)
-    def whole_step(self, at: list[list[int]], form: str) -> None:
+    def whole_step(self, at, form):
         self.zero_grad(True)
         self.train(at, form)
         self.backward(False)
@@ -365,7 +365,7 @@ class VocabularyMachine(RuleBasedStateMachine):
     # --- changes by hand ----------------------------------------------------------------------------------------------
 
     @rule(at=BATCH)
-    def forget(self, at: list[list[int]]) -> None:
+    def forget(self, at):
         ids = {IDS[one] for pair in at for one in pair}
         if ids & self.known & self.kept():
             with pytest.raises(InvalidValueError, match="to be forgotten"):
@@ -378,7 +378,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         at=some.lists(some.sampled_from(range(len(IDS))), max_size=3, unique=True),
         value=some.floats(-0.5, 0.5, width=16),
     )
-    def update(self, at: list[int], value: float) -> None:
+    def update(self, at, value):
         ids = [IDS[one] for one in at if IDS[one] != PADDING]
         new, old = [id for id in ids if id not in self.known], [id for id in ids if id in self.known]
         kept, values = self.kept() | set(ids), torch.full((len(ids), DIM), value)
@@ -398,7 +398,7 @@ class VocabularyMachine(RuleBasedStateMachine):
             self.last_use[id] = self.clock
 
     @rule()
-    def dump(self) -> None:
+    def dump(self):
         """Let a copy of another seed and capacity follow, by a file of what has changed."""
         changes, path = self.vocabulary.changed_since(self.dumped), Path(self.folder.name, "changes.safetensors")
         changes.save(path)
@@ -413,14 +413,14 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     # --- others take the place of both --------------------------------------------------------------------------------
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self):
         self.held, self.asked, self.dumped = [], [], 0
         self.zero_grad(True)
 
     @rule(
         way=some.sampled_from(["model first", "optimizer first", "checkpoint"]), capacity=some.sampled_from([4, 6, 9])
     )
-    def load(self, way: str, capacity: int) -> None:
+    def load(self, way, capacity):
         """Go on with modules made anew, with another capacity, that load what these have saved."""
         self.drop_gradients()
         pairs = (self.ours, self.optimizers[0]), (self.plain, self.optimizers[1])
@@ -439,7 +439,7 @@ class VocabularyMachine(RuleBasedStateMachine):
                 new.load_state_dict(copy.deepcopy(old.state_dict()))
 
     @rule(way=some.sampled_from(list(COPIES)))
-    def copies(self, way: str) -> None:
+    def copies(self, way):
         self.drop_gradients()
         both = [(self.vocabulary, self.ours, self.optimizers[0]), (None, self.plain, self.optimizers[1])]
         (self.vocabulary, self.ours, ours), (_, self.plain, plain) = map(COPIES[way], both)
@@ -450,7 +450,7 @@ class VocabularyMachine(RuleBasedStateMachine):
             assert self.ours.table.memory == "pageable"
 
     @rule()
-    def convert(self) -> None:
+    def convert(self):
         """Go to float64 or back: a conversion drops the state of the rows, so that there are new optimizers."""
         if self.config["storage_dtype"] is not None or "memory" in self.config["table"]:
             return
@@ -463,5 +463,5 @@ class VocabularyMachine(RuleBasedStateMachine):
 
 @pytest.mark.filterwarnings("ignore:a step of:UserWarning")
 @short_and_long({"max_examples": 12, "stateful_step_count": 20}, {"max_examples": 1000, "stateful_step_count": 30})
-def test_any_sequence_of_calls(options: dict[str, Any]) -> None:
+def test_any_sequence_of_calls(options):
     run_machine(VocabularyMachine, suppress_health_check=list(HealthCheck), **options)

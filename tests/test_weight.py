@@ -2,16 +2,14 @@
 
 import contextlib
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from sweeps import cover, few
-from weight_cases import Case
 from weight_cases_training import CASES as ALL
 from weight_programs import SETTINGS as PROGRAM_SETTINGS
 from weight_programs import STATEMENTS, ProgramWorld, draw, run, shrink
-from weight_world import COPIES, EXACT, LAZY, REPLACED, Setting, World, assert_equal
+from weight_world import COPIES, EXACT, LAZY, REPLACED, World, assert_equal
 
 from speedtransfer.errors import SpeedtransferError
 
@@ -20,7 +18,7 @@ assert len(CASES) == len(ALL), "two cases have one name"
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
-def name_of(kind: Setting, dtype: torch.dtype, moment: str, grad: bool) -> str:
+def name_of(kind, dtype, moment, grad):
     return f"{kind.name}-{str(dtype)[-2:]}-{moment}{'' if grad else '-no_grad'}"
 
 
@@ -41,7 +39,7 @@ ALL_RUNS = {
 }
 
 
-def factors(case: Case, kind: Setting, *rest: Any) -> list[tuple[str, str]]:
+def factors(case, kind, *rest):
     """Return what is to be in a case that always runs; those of many statements are in one of each kind."""
     many = kind.name if len(case.parts) > 1 else ""
     return list(zip("ckdmg", map(str, (f"{case.id} {many}", kind, *rest)), strict=True))
@@ -49,10 +47,10 @@ def factors(case: Case, kind: Setting, *rest: Any) -> list[tuple[str, str]]:
 
 QUICK = cover({name: factors(*run) for name, run in ALL_RUNS.items()}, 1)
 # Worlds of torch.nn and of ours that have served a case, and can serve another.
-used: dict[str, tuple[World, World]] = {}
+used = {}
 
 
-def compare(case: Case, kind: Setting, dtype: torch.dtype, moment: str, grad: bool) -> None:
+def compare(case, kind, dtype, moment, grad):
     """Run a case on torch.nn and on ours, and compare all that is seen."""
     replaces = case.group in ("swap", "train")  # modules, optimizers, hooks
     name = name_of(kind, dtype, moment, grad)
@@ -77,7 +75,7 @@ def compare(case: Case, kind: Setting, dtype: torch.dtype, moment: str, grad: bo
 
 # Those of a setting one after another: worlds serve one case after the other.
 @pytest.mark.parametrize("name", sorted(QUICK, key=lambda name: [*map(str, ALL_RUNS[name][1:]), name]))
-def test_as_torch(name: str) -> None:
+def test_as_torch(name):
     if "-Add_a_parameter_group-" in name and torch.__version__ < "2.13":
         pytest.skip("Adagrad of torch 2.6 makes no state for a group that is added")
     compare(*ALL_RUNS[name])
@@ -85,7 +83,7 @@ def test_as_torch(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", SETTINGS)
-def test_as_torch_in_every_setting(group: str) -> None:
+def test_as_torch_in_every_setting(group):
     for name, (case, *_) in ALL_RUNS.items():
         if case.group == group and name not in QUICK:
             try:
@@ -102,7 +100,7 @@ PARTS = [FEW[part::4] for part in range(4)]
 
 
 @pytest.mark.parametrize("seeds", [*PARTS, *(pytest.param(MANY[n::20], marks=pytest.mark.slow) for n in range(20))])
-def test_programs(seeds: range) -> None:
+def test_programs(seeds):
     """Show what is left of a program that differs without the statements that do not matter."""
     for seed in seeds:
         count = len(PROGRAM_SETTINGS)
@@ -119,7 +117,7 @@ def test_programs(seeds: range) -> None:
     [(PROGRAM_SETTINGS[0], 3), *(pytest.param(it, 1, marks=pytest.mark.slow) for it in PROGRAM_SETTINGS)],
     ids=str,
 )
-def test_every_statement(setting: Setting, every: int) -> None:
+def test_every_statement(setting, every):
     """Each statement, or some, once after training, and training after it."""
     for statement in STATEMENTS[::every]:
         program = ["step(1)", "backward(loss(2))", statement.replace("{k}", "3"), "backward(loss(4))", "opt.step()"]
@@ -128,7 +126,7 @@ def test_every_statement(setting: Setting, every: int) -> None:
         assert outcome.kind != "differs", (statement, outcome.at, outcome.text)
 
 
-def test_programs_that_differ_are_told() -> None:
+def test_programs_that_differ_are_told():
     """The comparison sees a step that one of the two does not take, and shortens the program to what shows it."""
     missed = "opt.step() if type(emb) is nn.Embedding else None"
     program = ["backward(loss(1))", "out = emb(draw(2))", missed, "emb.weight.sum()"]
@@ -137,7 +135,7 @@ def test_programs_that_differ_are_told() -> None:
 
 
 @pytest.mark.parametrize("every", few([3, 1], 3))
-def test_tables_are_freed_at_once(every: int, no_gc: None) -> None:
+def test_tables_are_freed_at_once(every, no_gc):
     """No cycle keeps a table until the next garbage collection, whatever was done with it."""
     kept = []
     for number, statement in enumerate(STATEMENTS[::every]):

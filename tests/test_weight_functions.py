@@ -5,7 +5,6 @@ Rows that are named are read and written with the same numbers, and no other row
 
 import copy
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ VALUES = (torch.arange(24.0).reshape(6, 4) - 9) / 8  # bfloat16 holds them
 IDS, ROWS = torch.tensor([1, 4]), torch.full((2, 4), 0.75)
 HALVES, MASK = torch.full((6, 4), 0.5), torch.arange(24).reshape(6, 4) % 3 == 0
 FIRST = torch.zeros(6, 4, dtype=torch.int64)
-ARGUMENTS: list[tuple[Any, ...]] = [
+ARGUMENTS = [
     (),
     *[(2,), (0,), (0, 1), (-1,), (0.5,), (0.5, 1.5), (0, 1, 2), (0, 2, 1), (2, 0), (2, 0, 1.0), (0, 1.0), (True,)],
     *[(HALVES,), (HALVES, HALVES), (torch.ones(4, 2),), (torch.ones(4),), (torch.ones(6, 2), torch.ones(2, 4))],
@@ -44,10 +43,10 @@ _ASIDE = """
 _REFUSED = "set_ share_memory_ t_ transpose_ swapaxes_ swapdims_ unsqueeze_ squeeze_ as_strided_ resize_ resize_as_"
 ASIDE, REFUSED = _ASIDE.split(), _REFUSED.split()
 NAMES = [name for name in dir(Tensor) if callable(getattr(Tensor, name, None)) and name not in ASIDE]
-KINDS: dict[str, dict[str, Any]] = {"over the memory": {}, "copied": {"storage_dtype": torch.bfloat16}}
+KINDS = {"over the memory": {}, "copied": {"storage_dtype": torch.bfloat16}}
 
 
-def snapshot(value: Any, weight: Any) -> Any:
+def snapshot(value, weight):
     """Return what can be compared after the weight has changed."""
     if value is weight:
         return "the weight"
@@ -63,7 +62,7 @@ def snapshot(value: Any, weight: Any) -> Any:
     return value if isinstance(value, plain) else type(value).__name__
 
 
-def call(weight: Any, name: str, arguments: tuple[Any, ...], grad: bool) -> Any:
+def call(weight, name, arguments, grad):
     torch.manual_seed(0)
     with torch.set_grad_enabled(grad), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -71,7 +70,7 @@ def call(weight: Any, name: str, arguments: tuple[Any, ...], grad: bool) -> Any:
         return snapshot(getattr(weight, name)(*cloned), weight)
 
 
-def check(name: str, options: dict[str, Any], most: int) -> int:
+def check(name, options, most):
     """Call a method with up to `most` of the arguments that a parameter of torch takes; return how many those were."""
     found = 0
     for arguments in ARGUMENTS:
@@ -100,12 +99,12 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
 @pytest.mark.parametrize("most", [1, pytest.param(len(ARGUMENTS), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
-def test_arguments(letter: str, kind: str, most: int) -> None:
+def test_arguments(letter, kind, most):
     found = {name: check(name, KINDS[kind], most) for name in NAMES if name[0] == letter}
     assert any(found.values())  # else this test checks nothing
 
 
-def test_data_is_no_memory_and_keeps_its_values() -> None:
+def test_data_is_no_memory_and_keeps_its_values():
     """``other.data = weight.data`` takes the memory itself, of which there is none: NaN, and not zeros."""
     emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, storage_dtype=torch.bfloat16)
     other, data = nn.Parameter(torch.zeros(6, 4)), emb.weight.data
@@ -163,7 +162,7 @@ w.index_add_(0, index.abs(), rows, alpha=2)
 BEYOND = ["w[60]", "w[-61]", "w[torch.tensor([3, 60])]", "w.narrow(0, 59, 2)", "w.select(0, 60)", "w[7] = rows"]
 
 
-def trained(make: Any, **options: Any) -> Any:
+def trained(make, **options):
     torch.manual_seed(0)
     emb = make(NUM, DIM, **options)
     optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
@@ -172,11 +171,11 @@ def trained(make: Any, **options: Any) -> Any:
     return emb, optimizer
 
 
-def step(emb: Any, optimizer: Any, ids: torch.Tensor, loss: Any = 0.0) -> None:
+def step(emb, optimizer, ids, loss=0.0):
     take_step(optimizer, emb(ids).pow(2).sum() + loss)
 
 
-def caught_up(emb: Any) -> list[int]:
+def caught_up(emb):
     last, lag = emb.table.stored(LAST_STEP), emb._handle.rows.lag
     now = lag.last_steps(len(last), last.device, None, torch.arange(len(last)))
     return (last == now).flatten().nonzero().flatten().tolist() if lag else []
@@ -184,8 +183,8 @@ def caught_up(emb: Any) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 8}], ids=str)
 @pytest.mark.parametrize("grad", [False, True])
-def test_rows_that_are_named(grad: bool, options: dict[str, Any]) -> None:
-    pairs: list[tuple[Any, Any]] = [trained(nn.Embedding), trained(st.Embedding, **options)]
+def test_rows_that_are_named(grad, options):
+    pairs = [trained(nn.Embedding), trained(st.Embedding, **options)]
     for text in READS if grad else [*READS, *WRITES]:
         found = []
         for emb, optimizer in pairs:
@@ -207,7 +206,7 @@ def test_rows_that_are_named(grad: bool, options: dict[str, Any]) -> None:
                 exec(text, {**GIVEN, "w": emb.weight})
 
 
-def test_rows_in_other_memory_are_written_back_alone() -> None:
+def test_rows_in_other_memory_are_written_back_alone():
     """Where no tensor is over the table's memory: no copy of all rows is made. Nor is a row of the batch read twice."""
     emb, _ = trained(st.Embedding, cache_rows=8)
     emb.table.reset_stats()
@@ -227,7 +226,7 @@ def test_rows_in_other_memory_are_written_back_alone() -> None:
         assert emb.table.stats().gathered_rows <= 2
 
 
-def test_all_rows_in_inference_mode() -> None:
+def test_all_rows_in_inference_mode():
     emb, query = st.Embedding(NUM, DIM, storage_dtype=torch.int8), torch.rand(3, DIM)
     expected = F.linear(query, emb.weight).detach()
     with torch.inference_mode():
@@ -237,11 +236,11 @@ def test_all_rows_in_inference_mode() -> None:
 @pytest.mark.parametrize(
     "options", [{"dtype": torch.float64}, {"storage_dtype": torch.bfloat16}], ids=["rows", "copies"]
 )
-def test_rows_taken_with_gradients_are_views(options: dict[str, Any]) -> None:
+def test_rows_taken_with_gradients_are_views(options):
     """They go on showing and writing the rows of now; hooks and gradients are those of the tensor that was taken."""
 
-    def seen(made: Any) -> list[Any]:
-        found: list[Any] = []
+    def seen(made):
+        found = []
         # Numbers that bfloat16 holds, and steps of a power of two.
         rows = torch.randint(-8, 8, (40, 6), generator=torch.Generator().manual_seed(1)) / 4
         with torch.no_grad():
@@ -277,14 +276,14 @@ def test_rows_taken_with_gradients_are_views(options: dict[str, Any]) -> None:
 class TestOtherTensors:
     """What is made of the weight of a table, or shares its memory."""
 
-    def test_a_tensor_of_its_shape_can_be_written(self, options: dict[str, Any]) -> None:
+    def test_a_tensor_of_its_shape_can_be_written(self, options):
         emb = st.Embedding(40, 6, **options)
         mask = torch.full_like(emb.weight, 1.0)
         mask[3] = 0
         mask.numpy()[4, 1] = 0
         assert mask.sum() == 40 * 6 - 7
 
-    def test_another_weight_cannot_follow(self, options: dict[str, Any]) -> None:
+    def test_another_weight_cannot_follow(self, options):
         online, target = (st.Embedding(40, 6, **options) for _ in range(2))
         before = target.weight.detach().clone()
         for given in (online.weight.data, online.weight):
@@ -293,18 +292,18 @@ class TestOtherTensors:
         target.weight.data = target.weight.data
         assert torch.equal(target.weight, before)
 
-    def test_a_table_of_it(self, options: dict[str, Any]) -> None:
+    def test_a_table_of_it(self, options):
         emb = st.Embedding(40, 6, **options)
         for given in (emb.weight, emb.weight.data, emb.weight[3:9]):
             made = st.Embedding.from_pretrained(given, freeze=False, **options)
             assert torch.equal(made.weight, given)
 
-    def test_functionalize_is_refused(self, options: dict[str, Any]) -> None:
+    def test_functionalize_is_refused(self, options):
         with pytest.raises(InvalidTypeError, match="functionalize"):
             torch.func.functionalize(lambda weight: weight * 2)(st.Embedding(4, 2, **options).weight)
 
 
-def test_a_parameter_beside_the_rows_in_one_memory() -> None:
+def test_a_parameter_beside_the_rows_in_one_memory():
     flat = torch.ones(6, 2)
     emb, other = st.Embedding.from_pretrained(flat[:4], freeze=False), nn.Parameter(flat[4:])
     optimizer = torch.optim.SGD([*emb.parameters(), other], lr=1.0)
@@ -314,7 +313,7 @@ def test_a_parameter_beside_the_rows_in_one_memory() -> None:
 
 
 @pytest.mark.parametrize("by_data", [True, False])
-def test_a_head_over_the_memory_of_a_table_in_one_step(by_data: bool) -> None:
+def test_a_head_over_the_memory_of_a_table_in_one_step(by_data):
     emb, head = st.Embedding(4, 2), nn.Linear(2, 4, bias=False)
     if by_data:
         head.weight.data = emb.weight.data

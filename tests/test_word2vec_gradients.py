@@ -206,7 +206,7 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
 
 
 @njit
-def sigmoid_of(scores: np.ndarray, heights: np.ndarray, found: np.ndarray) -> None:
+def sigmoid_of(scores, heights, found):
     for n in range(0, scores.shape[1], WIDTH):
         store(found, 0, n, lanes.sigmoid(load(scores, 0, n), load(heights, 0, n)))
 

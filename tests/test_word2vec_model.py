@@ -147,8 +147,7 @@ def draw_words(count, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("buckets", "min_n", "max_n"),
-    [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (97, 5, 10**9)],
+    ("buckets", "min_n", "max_n"), [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (97, 5, 10**9)]
 )
 def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     words = list(dict.fromkeys([*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]))

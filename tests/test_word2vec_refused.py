@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from refusals import Refusal, check_refused, refusals
+from refusals import check_refused, refusals
 
 from speedtransfer import word2vec
 from speedtransfer.word2vec import Corpus, Vectors, Vocabulary
@@ -211,7 +211,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("refusal", refusals(CALLS + FILES.strip()), ids=str)
-def test_refused(refusal: Refusal, tmp_path, monkeypatch):
+def test_refused(refusal, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", None)
     (tmp_path / "here").mkdir()

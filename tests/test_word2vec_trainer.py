@@ -15,13 +15,7 @@ from rich.console import Console
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec import progress as progress_module
-from speedtransfer.word2vec.optimizers import (
-    DEFAULT_LR,
-    FALLBACK_LR,
-    default_lr,
-    make_optimizer,
-    options_apart,
-)
+from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, default_lr, make_optimizer, options_apart
 from speedtransfer.word2vec.progress import (
     FEW_STEPS,
     Losses,

@@ -137,11 +137,7 @@ def test_to_gensim(many):
 def test_without_gensim(many, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "gensim.models.keyedvectors", None)
     (tmp_path / "v.kv").write_text("old")
-    for attempt in (
-        many.to_gensim,
-        lambda: many.save(tmp_path / "v.kv"),
-        lambda: Vectors.load(tmp_path / "v.kv"),
-    ):
+    for attempt in (many.to_gensim, lambda: many.save(tmp_path / "v.kv"), lambda: Vectors.load(tmp_path / "v.kv")):
         with pytest.raises(MissingPackageError, match="need gensim, which is not installed; run: pip install gensim"):
             attempt()
     assert (tmp_path / "v.kv").read_text() == "old"

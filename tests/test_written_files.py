@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_cases import seed_all
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidValueError
@@ -76,7 +76,7 @@ TABLES = {
 class Net(nn.Module):
     """Two tables beside a dense layer."""
 
-    def __init__(self, library: Any, tied: bool, options: dict[str, Any]) -> None:
+    def __init__(self, library, tied, options):
         super().__init__()
         self.words = library.Embedding(ROWS, DIM, padding_idx=1, **options)
         self.bag = library.EmbeddingBag(ROWS // 2, DIM, **options)
@@ -85,21 +85,21 @@ class Net(nn.Module):
         if tied:
             self.again = self.words
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.dense(self.norm(self.words(ids).mean(1) + self.bag(ids % (ROWS // 2))))
 
 
 class Run:
     """A short training run; its batches depend on the step alone."""
 
-    def __init__(self, case: CheckpointCase) -> None:
+    def __init__(self, case):
         seed_all(1)
         self.model = Net(case.library, case.tied, case.options)
         self.optimizer = case.optimizer(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 4, 0.5)
         self.step = 0
 
-    def train(self) -> None:
+    def train(self):
         for _ in range(STEPS):
             ids = torch.randint(0, ROWS, (4, 3), generator=torch.Generator().manual_seed(self.step))
             self.optimizer.zero_grad()
@@ -108,13 +108,13 @@ class Run:
             self.scheduler.step()
             self.step += 1
 
-    def load(self, path: Path) -> Any:
+    def load(self, path):
         """Load, as one who goes on after the steps that were saved."""
         extra = st.load_checkpoint(path, self.model, self.optimizer, scheduler=self.scheduler)
         self.step = STEPS
         return extra
 
-    def values(self) -> dict[str, np.ndarray]:
+    def values(self):
         """Return every number of the model and of its optimizer."""
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for number, state in self.optimizer.state_dict()["state"].items():
@@ -132,7 +132,7 @@ sys.modules["written_files"] = sys.modules[__name__]
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> Path:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
@@ -140,11 +140,11 @@ def written(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(written) -> dict[str, np.ndarray]:
+def expected(written):
     return dict(np.load(written / "expected.npz"))
 
 
-def part(expected: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def part(expected, prefix):
     return {name.removeprefix(prefix): value for name, value in expected.items() if name.startswith(prefix)}
 
 

@@ -9,7 +9,6 @@ import pickle
 import random
 import tempfile
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,9 @@ from machines import run_machine
 import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.nn import ahead
-from speedtransfer.nn import ticket as tickets
 from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.rows import Rows
-from speedtransfer.tables import NOTHING, Known
+from speedtransfer.tables import NOTHING
 
 ROWS, DIM = 12, 4
 LIMIT_S = 60  # that nothing here ever takes
@@ -43,11 +41,11 @@ _read, _fetch = ahead._read, Rows.fetch
 class Gate:
     """Holds one read back at a `moment`, until it is opened."""
 
-    def __init__(self, ids: torch.Tensor, moment: str) -> None:
+    def __init__(self, ids, moment):
         self.ids, self.moment = ids, moment
         self.reached, self.opened = threading.Event(), threading.Event()
 
-    def read(self, *work: Any) -> ahead.Ahead:
+    def read(self, *work):
         """Take the place of `_read` in the thread."""
         _here.gate = self
         try:
@@ -56,13 +54,13 @@ class Gate:
             _here.gate = None
             self.reached.set()
 
-    def hold(self, moment: str) -> None:
+    def hold(self, moment):
         if moment == self.moment:
             self.reached.set()
             assert self.opened.wait(LIMIT_S)
 
 
-def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, known: Known = NOTHING) -> dict[str, torch.Tensor]:
+def held_fetch(rows, ids, planes=None, known=NOTHING):
     gate = getattr(_here, "gate", None)
     if gate is None:
         return _fetch(rows, ids, planes, known)
@@ -127,7 +125,7 @@ torch.manual_seed(row); emb.reset_parameters()
 
 
 @torch.no_grad()
-def written(side: Side, statement: str, row: int) -> None:
+def written(side, statement, row):
     state = list(side.optimizer.state.get(side.emb.weight, {}).values())
     exec(statement, {"emb": side.emb, "state": state, "row": row, "DIM": DIM, "torch": torch, "PlaneView": PlaneView})
 
@@ -138,8 +136,8 @@ class TicketMachine(RuleBasedStateMachine):
     @initialize(config=CONFIGS, seed=some.integers(0, 99))
     def start(self, config, seed):
         self.folder, self.sides, self.config = tempfile.TemporaryDirectory(), [], config
-        self.waiting: list[tuple[torch.Tensor, tickets.Ticket]] = []
-        self.gates: list[Gate] = []
+        self.waiting = []
+        self.gates = []
         sparse = config["optimizer"] == "SparseAdam"
         options = {name: config[name] for name in ("memory", "idle", "padding_idx", "max_norm", "layout")}
         options |= dict(zip(("storage_dtype", "state_dtype"), config["precision"], strict=True))
@@ -166,7 +164,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.waiting.clear()
         self.folder.cleanup()
 
-    def both(self, call: Callable[[Side], Any], *others: Callable[[Side], Any]) -> Any:
+    def both(self, call, *others):
         """Do the same on both sides, or `others` on the second; if it raises, it must do so on both."""
         results = []
         for side, done in zip(self.sides, (call, *(others or (call,))), strict=True):
@@ -213,12 +211,12 @@ class TicketMachine(RuleBasedStateMachine):
             gate.opened.set()
         del self.gates[:count]
 
-    def let_go(self, ids: torch.Tensor) -> None:
+    def let_go(self, ids):
         """Open the gates of reads of `ids`, and of those before them, which the threads have begun with."""
         last = max((place for place, gate in enumerate(self.gates) if torch.equal(gate.ids, ids)), default=-1)
         self.let_some_go(last + 1)
 
-    def look_up(self, ids: torch.Tensor, ticket: Any, training: bool) -> None:
+    def look_up(self, ids, ticket, training):
         """Look up on both sides; with `training` the losses are kept."""
         self.let_go(ids)
         if ticket is not None and ticket._handle is not self.sides[1].emb._handle:
@@ -226,7 +224,7 @@ class TicketMachine(RuleBasedStateMachine):
                 self.sides[1].emb(ticket)
             ticket = None
 
-        def found(side: Side, asked: Any) -> torch.Tensor:
+        def found(side, asked):
             with torch.set_grad_enabled(training):
                 rows = side.emb(asked)
             if training:
@@ -259,8 +257,8 @@ class TicketMachine(RuleBasedStateMachine):
     def ids_nobody_asked_for(self, ids, training):
         self.look_up(ids, None, training)
 
-    def backward(self) -> None:
-        def backwards(side: Side) -> None:
+    def backward(self):
+        def backwards(side):
             losses, side.losses = side.losses, []
             for loss in losses:
                 loss.backward()
@@ -300,7 +298,7 @@ class TicketMachine(RuleBasedStateMachine):
         # Loading a checkpoint sets it; what is drawn for this test must not repeat itself.
         random.setstate(before)
 
-    def _put_in_place(self, side: Side, what: str, path: Path) -> None:
+    def _put_in_place(self, side, what, path):
         both = side.emb, side.optimizer
         if what in ("copy", "pickle"):
             side.emb, side.optimizer = copy.deepcopy(both) if what == "copy" else pickle.loads(pickle.dumps(both))
@@ -319,6 +317,6 @@ class TicketMachine(RuleBasedStateMachine):
             side.saved = None
 
 
-def run_held(machine: type[TicketMachine], options: dict[str, Any]) -> None:
+def run_held(machine, options):
     with mock.patch.object(Rows, "fetch", held_fetch):
         run_machine(machine, stateful_step_count=20, **options)

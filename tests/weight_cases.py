@@ -25,20 +25,20 @@ class Case:
     refused_of_copies: str = ""
 
     @property
-    def id(self) -> str:
+    def id(self):
         """A name for the test, of the title or the first line of code."""
         text = re.sub(r"[^\w.\[\]=+*@-]+", "_", self.title or self.code.splitlines()[0])
         return f"{self.group}-{text.strip('_')[:60]}"
 
     @property
-    def parts(self) -> list[str]:
+    def parts(self):
         """The code that is run at once: all of it, or each statement."""
         if self.title:
             return [self.code]
         return [ast.unparse(statement) for statement in ast.parse(self.code).body]
 
 
-def parse(group: str, text: str) -> list[Case]:
+def parse(group, text):
     cases = []
     for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
         lines = paragraph.splitlines()

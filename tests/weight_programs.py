@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import elsewhere, saved
-from torch import Tensor, nn
+from torch import Tensor
 from weight_cases_training import CASES
 from weight_world import ADAMW, DIM, ROWS, Setting, World, assert_equal, defaults, run_code, tensors
 
@@ -143,7 +143,7 @@ class PlannedError(Exception):
 class ProgramWorld(World):
     """The names that programs use beside those of cases."""
 
-    def __init__(self, setting: Setting, ours: bool) -> None:
+    def __init__(self, setting, ours):
         super().__init__(setting, ours, torch.float64, "fresh")
         self.lazy = setting.table.get("idle") == "lazy"
         self.names |= {
@@ -157,23 +157,23 @@ class ProgramWorld(World):
         }  # fmt: skip
 
     @staticmethod
-    def draw(k: int) -> Tensor:
+    def draw(k):
         return torch.randint(0, ROWS, (4,), generator=torch.Generator().manual_seed(k))
 
     @staticmethod
-    def values(k: int) -> Tensor:
+    def values(k):
         return torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(k))
 
     @staticmethod
-    def backward(loss: Tensor | None) -> None:
+    def backward(loss):
         if loss is not None and loss.requires_grad:
             loss.backward()
 
     @staticmethod
-    def detach(module: nn.Module) -> None:
+    def detach(module):
         module.weight.grad = module.weight.grad.detach()
 
-    def attempt_backward(self, loss: Tensor) -> str | None:
+    def attempt_backward(self, loss):
         """Go back through a graph that a step may have made useless."""
         if self.names["opt"].param_groups[0].get("fused"):  # torch does not tell autograd of it, and we do
             return None
@@ -183,7 +183,7 @@ class ProgramWorld(World):
             return "modified by an inplace operation" * ("inplace" in str(error))
         return "works"
 
-    def closure(self, k: int) -> Tensor:
+    def closure(self, k):
         with torch.enable_grad():
             self.names["opt"].zero_grad()
             loss = self.loss(k)
@@ -192,14 +192,14 @@ class ProgramWorld(World):
             self.names["seen"].append(self.names["emb"].weight.norm().item())
         return loss
 
-    def take(self, model: Any) -> None:
+    def take(self, model):
         self.names |= {"emb": model.emb, "items": model.items, "query": model.query}
 
-    def take_over(self, model: Any) -> None:
+    def take_over(self, model):
         self.take(model)
         self.names["opt"] = self.names["make_opt"](model.parameters())
 
-    def assign(self, rows: Tensor) -> None:
+    def assign(self, rows):
         """Load with ``assign=True``, where torch makes a new parameter, which has no hooks, and no other module has it."""
         model = self.names["model"]
         owners = [each for each in model.modules() if getattr(each, "weight", None) is model.emb.weight]
@@ -209,21 +209,21 @@ class ProgramWorld(World):
             self.take_over(model)
             self.names["opt"].zero_grad()
 
-    def update(self, scaler: Any) -> None:
+    def update(self, scaler):
         """Step, or skip the step, and clear what may be infinite."""
         scaler.step(self.names["opt"])
         scaler.update()
         self.names["opt"].zero_grad()
 
-    def decay(self, factor: float) -> None:
+    def decay(self, factor):
         if not self.lazy:
             self.names["opt"].param_groups[0]["weight_decay"] = factor
 
-    def attempt(self, where: str) -> None:
+    def attempt(self, where):
         """Take a step that fails before, in, or after the work of the optimizer."""
         opt = self.names["opt"]
 
-        def fail(*_: Any) -> None:
+        def fail(*_):
             raise PlannedError
 
         if where != "in":
@@ -235,7 +235,7 @@ class ProgramWorld(World):
         opt.step()  # the first state: what torch leaves of one made by a step that failed is not compared
         kind, original = type(opt), type(opt)._init_group
 
-        def raising(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def raising(self, *args, **kwargs):
             found = original(self, *args, **kwargs)
             return fail() if self is opt else found  # and not the trial of an optimizer like it
 
@@ -246,7 +246,7 @@ class ProgramWorld(World):
         finally:
             kind._init_group = original
 
-    def run_statement(self, statement: str, number: int) -> Any:
+    def run_statement(self, statement, number):
         """Run a statement and go back from what it gives, where that has a gradient."""
         with defaults(self.dtype):
             torch.manual_seed(number)
@@ -256,16 +256,16 @@ class ProgramWorld(World):
                     self.backward(it.sum())
         return plain(result)
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         """Return all that can be seen of the model and the optimizer; to look brings idle rows up to date."""
-        found: dict[str, Any] = {}
+        found = {}
         for name, param in self.names["model"].named_parameters():
             found[name] = [plain(param), plain(param.grad), param.requires_grad]
         state = dict(sorted(copy.deepcopy(self.names["opt"].state_dict()["state"]).items()))
         return {**found, "opt": plain(state), "seen": plain(self.names["seen"])}
 
 
-def plain(value: Any) -> Any:
+def plain(value):
     """Return `value` with tensors that are dense, ordinary and apart from their sources; None for what is not compared."""
     if isinstance(value, Tensor):
         value = value.detach()
@@ -286,7 +286,7 @@ class Outcome:
     text: str = ""
 
 
-def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
+def run(program, setting, watch):
     """Run a program on both; `watch` looks at everything after every statement, else only at the end."""
     with warnings.catch_warnings(), setting.hidden():
         warnings.simplefilter("ignore")
@@ -323,7 +323,7 @@ def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
     return Outcome("equal")
 
 
-def draw(seed: int) -> list[str]:
+def draw(seed):
     """Return a random program; those of all seeds have every statement."""
     chance = random.Random(seed)
     few = [STATEMENTS[(NEAR * seed + shift) % len(STATEMENTS)] for shift in range(NEAR)] + chance.sample(PARTS, ANY)
@@ -331,7 +331,7 @@ def draw(seed: int) -> list[str]:
     return [statement.replace("{k}", str(chance.randrange(10))) for statement in chosen]
 
 
-def shrink(program: list[str], setting: Setting, watch: bool, kind: str) -> list[str]:
+def shrink(program, setting, watch, kind):
     shorter = True
     while shorter:
         shorter = False

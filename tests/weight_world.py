@@ -9,8 +9,7 @@ import linecache
 import operator
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -19,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from weight_cases import Case
 
 import speedtransfer
 from speedtransfer.optim import Handle
@@ -31,12 +29,12 @@ class LinearHead(torch.autograd.Function):
     """As fused linear cross-entropies are: given the weight itself, which no function of torch then sees."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, hidden, weight):
         ctx.save_for_backward(hidden, weight)
         return hidden @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         hidden, weight = ctx.saved_tensors
         return grad @ weight, grad.t() @ hidden
 
@@ -48,7 +46,7 @@ LIBRARIES |= {"checkpoint": checkpoint, "LinearHead": LinearHead}
 class Model(nn.Module):
     """Two embeddings and a parameter."""
 
-    def __init__(self, embedding: Callable[[int, int], nn.Module]) -> None:
+    def __init__(self, embedding):
         super().__init__()
         self.emb = embedding(ROWS, DIM)
         self.items = embedding(ITEMS, DIM)
@@ -71,10 +69,10 @@ class Setting:
     table: dict[str, Any] = dataclasses.field(default_factory=dict)
     copies: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
-    def model(self, make: Callable[[Callable[..., nn.Module]], nn.Module], ours: bool) -> Any:
+    def model(self, make, ours):
         """Return a model: of torch.nn, of our modules, or of torch.nn with the embeddings replaced."""
         replaces = "replaced" in self.name
         if ours and not replaces:
@@ -84,7 +82,7 @@ class Setting:
             speedtransfer.replace_embeddings(model, min_rows=0, **self.table)
         return model
 
-    def hidden(self) -> AbstractContextManager[Any]:
+    def hidden(self):
         """Hide the memory of tables from tensors, where they are to have copies."""
         hides = mock.patch.object(Handle, "aliased", mock.PropertyMock(return_value=False))
         return hides if self.copies else nullcontext()
@@ -97,7 +95,7 @@ COPIES = Setting("copies", *ADAMW, copies=True)
 
 
 @contextmanager
-def defaults(dtype: torch.dtype) -> Iterator[None]:
+def defaults(dtype):
     """One seed and one dtype, for a model and for the case; put back at the end."""
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
@@ -124,9 +122,9 @@ class World:
         another as long as these leave the modules and the optimizer in place.
     """
 
-    def __init__(self, setting: Setting, ours: bool, dtype: torch.dtype, moment: str) -> None:
+    def __init__(self, setting, ours, dtype, moment):
         self.dtype, self.device, self.moment = dtype, setting.table.get("device", "cpu"), moment
-        self.seen: list[tuple[str, Any]] = []
+        self.seen = []
         with defaults(dtype):
             model, modules = setting.model(Model, ours).to(self.device), speedtransfer if ours else nn
             draw = torch.Generator().manual_seed(5)
@@ -153,14 +151,14 @@ class World:
                 for shift in (0, 20, 5):
                     self.step(shift)
 
-    def loss(self, shift: int = 0) -> Tensor:
+    def loss(self, shift=0):
         """Return a loss of eight rows of each embedding, different ones for another `shift`, and of `query`."""
         emb, items, query, ids = (self.names[name] for name in ("emb", "items", "query", "ids"))
         rows = emb((ids + shift) % ROWS)
         others = items((ids * 3 + shift) % ITEMS)
         return (rows.sin() * self.target).sum() + (rows * others).mean() + query.square().sum()
 
-    def step(self, shift: int = 0) -> None:
+    def step(self, shift=0):
         opt = self.names["opt"]
         opt.zero_grad()
         value = self.loss(shift)
@@ -168,13 +166,13 @@ class World:
         opt.step()
         self.seen.append(("loss", value.detach().clone()))
 
-    def reset(self) -> None:
+    def reset(self):
         """Give every parameter its first value; the optimizer goes on."""
         self.names = dict(self._names)
         self.names["opt"].zero_grad()
         self.names["model"].load_state_dict(self._values)
 
-    def run(self, case: Case, grad: bool, steps: int) -> list[tuple[str, Any]]:
+    def run(self, case, grad, steps):
         """Run `case`, with or without gradients, then train on for some steps, and return what is seen."""
         self.seen = []
         with defaults(self.dtype), torch.device(self.device):
@@ -187,7 +185,7 @@ class World:
             self.see("at the end")
         return self.seen
 
-    def _run(self, name: str, code: str, grad: bool, steps: int) -> None:
+    def _run(self, name, code, grad, steps):
         torch.manual_seed(17)
         self.see("before")
         if self.moment == "between":
@@ -204,7 +202,7 @@ class World:
             self.names["opt"].zero_grad()
             self.see("after the next step")
 
-    def use(self, result: Any) -> None:
+    def use(self, result):
         """Go back from all results that want gradients and, where there is no gradient yet, from rows that are looked up."""
         wanting = [it for it in tensors(result) if it.requires_grad and it.is_floating_point()]
         used = sum((it * torch.linspace(-1, 1, it.numel(), device=it.device).view(it.shape)).sum() for it in wanting)
@@ -216,7 +214,7 @@ class World:
         for name, param in self.names["model"].named_parameters():
             self.seen.append((f"gradient of {name}", snapshot(param.grad)))
 
-    def see(self, when: str) -> None:
+    def see(self, when):
         """Note all values of the model, and of the optimizer's state, wherever they are."""
         for name, value in self.names["model"].state_dict().items():
             self.seen.append((f"{name} {when}", value.detach().cpu().clone()))
@@ -226,7 +224,7 @@ class World:
                 self.seen.append((f"state {number}.{name} {when}", snapshot(there)))
 
 
-def run_code(name: str, code: str, names: dict[str, Any]) -> Any:
+def run_code(name, code, names):
     """Run `code` and return the value of its last line, or None where that is a statement."""
     file = f"<{name}>"
     linecache.cache[file] = (len(code), None, [line + "\n" for line in code.splitlines()], file)
@@ -236,7 +234,7 @@ def run_code(name: str, code: str, names: dict[str, Any]) -> Any:
     return None if last is None else eval(compile(ast.Expression(last.value), file, "eval"), names)
 
 
-def tensors(value: Any) -> list[Tensor]:
+def tensors(value):
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -244,7 +242,7 @@ def tensors(value: Any) -> list[Tensor]:
     return [it for part in value for it in tensors(part)] if isinstance(value, list | tuple) else []
 
 
-def snapshot(value: Any, grad: bool = False) -> Any:
+def snapshot(value, grad=False):
     """Return a copy of a nested value as it is now; with `grad` tensors want gradients where they did."""
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(grad and value.requires_grad)
@@ -257,7 +255,7 @@ def snapshot(value: Any, grad: bool = False) -> Any:
     return type(value) if isinstance(value, nn.Module) else value
 
 
-def assert_equal(ours: Any, expected: Any, tolerance: float, what: str) -> None:
+def assert_equal(ours, expected, tolerance, what):
     """Compare two nested values: kinds, shapes, dtypes, what wants gradients, and numbers."""
     assert type(ours) is type(expected) or isinstance(ours, Tensor), f"{what}: {type(ours)} and not {type(expected)}"
     if isinstance(expected, Tensor):

@@ -3,16 +3,15 @@
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 
-def claim_cuda() -> None:
+def claim_cuda():
     """Make a torch for the CPU say that it is built for CUDA; whatever asks a device raises, as in such a build."""
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def asked(*args, **kwargs):
         raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
 
     torch.version.cuda = "13.0"
@@ -25,7 +24,7 @@ def claim_cuda() -> None:
                 setattr(module, name, asked)
 
 
-def train(make: Any, optimizer: Any, **options: Any) -> Any:
+def train(make, optimizer, **options):
     """Take steps, of our own modules with prefetched rows; return the module and the optimizer."""
     torch.manual_seed(0)
     module = make(50, 4, **options)
@@ -40,7 +39,7 @@ def train(make: Any, optimizer: Any, **options: Any) -> Any:
     return module, opt
 
 
-def in_python(folder: Path) -> None:
+def in_python(folder):
     """Train, save and look up, on the CPU."""
     (found, _), (expected, _) = train(st.Embedding, torch.optim.Adam), train(torch.nn.Embedding, torch.optim.Adam)
     torch.testing.assert_close(found.weight.detach(), expected.weight.detach())
@@ -61,7 +60,7 @@ def in_python(folder: Path) -> None:
             do()
 
 
-def in_commands(folder: Path) -> None:
+def in_commands(folder):
     (folder / "text").write_text("the cat sat on the mat and the dog sat on the log\n" * 50)
     for command in (
         "info",

@@ -39,7 +39,7 @@ NOTE = (
 )
 BY = ("delay_ms", "delay one way, ms")
 COLUMNS = {
-    "measured (planned), ms": lambda group, case: f"{1e3 * measured(case):.3g} ({1e3 * planned(group, case):.3g})",
+    "measured (planned), ms": lambda group, case: f"{1e3 * measured(case):.3g} ({1e3 * planned(group, case):.3g})"
 }
 VALUE = (lambda case: 1e3 * measured(case), "milliseconds, measured")
 ALONE = "one process, ms"

@@ -26,14 +26,7 @@ from speedtransfer.checkpoint.delta_checks import (
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
 from speedtransfer.checkpoint.marked_table import MarkedTable
-from speedtransfer.checkpoint.marks import (
-    Mark,
-    check_kind,
-    contents_of,
-    given_for_delta,
-    held,
-    marked_tables,
-)
+from speedtransfer.checkpoint.marks import Mark, check_kind, contents_of, given_for_delta, held, marked_tables
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer

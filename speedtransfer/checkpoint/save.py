@@ -221,12 +221,7 @@ class SavePlan(NamedTuple):
 
 
 def _new_files(
-    place: Folder | Store,
-    processes: Processes,
-    roles: list[str],
-    need: int,
-    is_new: bool,
-    stack: contextlib.ExitStack,
+    place: Folder | Store, processes: Processes, roles: list[str], need: int, is_new: bool, stack: contextlib.ExitStack
 ) -> NewFiles:
     """Make files for `roles` until `stack` ends: first those of rank 0, which the others must see."""
     unique = processes.unique()

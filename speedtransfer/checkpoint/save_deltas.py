@@ -22,15 +22,7 @@ from speedtransfer.checkpoint.delta_file import (
 )
 from speedtransfer.checkpoint.generators import gather_generators
 from speedtransfer.checkpoint.marked_table import MarkedTable
-from speedtransfer.checkpoint.marks import (
-    Mark,
-    Place,
-    check_kind,
-    contents_of,
-    given_for_delta,
-    held,
-    marked_tables,
-)
+from speedtransfer.checkpoint.marks import Mark, Place, check_kind, contents_of, given_for_delta, held, marked_tables
 from speedtransfer.checkpoint.plain_data import find_tensors, set_num_rows
 from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.save import plan_files

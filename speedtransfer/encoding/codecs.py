@@ -178,10 +178,7 @@ class Blocks8(Blocks):
         codes = torch.where(sizes < least, below, codes)
         codes += (values < 0).to(torch.int32).mul_(128)
         codes *= scale.isfinite()
-        return {
-            "": self.joined(codes.to(torch.uint8)),
-            SCALE: torch.where(signed, -scale, scale)[:, :, 0],
-        }
+        return {"": self.joined(codes.to(torch.uint8)), SCALE: torch.where(signed, -scale, scale)[:, :, 0]}
 
     def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
         codes, scale = self.split(parts[""].to(torch.int32)), parts[SCALE][:, :, None]

@@ -63,10 +63,7 @@ class BlocksFloat8(Blocks):
             words = (words >> lost).sub_(first << self._digits).sub_(below.to(torch.int32).mul_(1 << self._digits))
             codes = (words + shares.signbit().to(torch.int32).mul_(128)).to(torch.uint8)
         codes = codes * scale.isfinite()
-        return {
-            "": self.joined(codes).view(self.parts[""].dtype),
-            SCALE: scale[:, :, 0].to(self.parts[SCALE].dtype),
-        }
+        return {"": self.joined(codes).view(self.parts[""].dtype), SCALE: scale[:, :, 0].to(self.parts[SCALE].dtype)}
 
     def adopt(self, codes: Tensor) -> dict[str, Tensor]:
         """Return the encoded rows whose values are `codes`, (n, width) of the dtype stored, themselves: all scales are 1."""

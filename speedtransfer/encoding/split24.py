@@ -45,10 +45,7 @@ class Split24(Plain):
         special = sizes >= _INFINITY
         tops = torch.where(special, (sizes > _INFINITY).to(torch.int32).mul_(0x40).add_(_SPECIAL), tops)
         tops |= words >> 16 & -0x8000
-        return {
-            "": tops.to(torch.int16).view(torch.bfloat16),
-            LOW: low.masked_fill_(special, 0).to(torch.int8),
-        }
+        return {"": tops.to(torch.int16).view(torch.bfloat16), LOW: low.masked_fill_(special, 0).to(torch.int8)}
 
     def decode(self, parts: dict[str, Tensor], out: Tensor) -> Tensor:  # noqa: D102
         tops, low = parts[""].view(torch.int16).to(torch.int32), parts[LOW].to(torch.int32)

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import is_capturing, pinned_empty
 from speedtransfer.engines.base import Engine, KernelEngine, Queue, check_apart
-from speedtransfer.engines.calibration import (
-    PLANE_BYTES,
-    Calibration,
-    Direction,
-    known,
-    log,
-    machine_of,
-)
+from speedtransfer.engines.calibration import PLANE_BYTES, Calibration, Direction, known, log, machine_of
 from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine

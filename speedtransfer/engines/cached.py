@@ -47,12 +47,7 @@ class CachedEngine:
     name = "cached"
 
     def __init__(
-        self,
-        inner: Engine,
-        policy: CachePolicy,
-        capacity: int,
-        ahead: Ahead | None = None,
-        at_exit: bool = False,
+        self, inner: Engine, policy: CachePolicy, capacity: int, ahead: Ahead | None = None, at_exit: bool = False
     ) -> None:
         self.device, self.takes_padding, self._policy = inner.device, inner.takes_padding, policy
         with torch.inference_mode(False), torch.no_grad():

@@ -30,16 +30,7 @@ class ActiveRows:
         step updates this memory in place.
     """
 
-    __slots__ = (
-        "_deposit",
-        "_features",
-        "_groups",
-        "_handle",
-        "_padding_idx",
-        "ids",
-        "inverse",
-        "rows",
-    )
+    __slots__ = ("_deposit", "_features", "_groups", "_handle", "_padding_idx", "ids", "inverse", "rows")
 
     def __init__(
         self,

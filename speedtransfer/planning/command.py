@@ -38,8 +38,7 @@ def plan(
     tokens: Annotated[int | None, typer.Option(help="Tokens per step, in place of --lookups.")] = None,
     rows_per_token: Annotated[int | None, typer.Option(help="Lookups per token.", show_default="1")] = None,
     optimizer: Annotated[
-        str,
-        typer.Option(help="A class of torch.optim, such as SGD(momentum=0.9), or package.Class; none: frozen."),
+        str, typer.Option(help="A class of torch.optim, such as SGD(momentum=0.9), or package.Class; none: frozen.")
     ] = "AdamW",
     storage_dtype: Annotated[
         str | None,

@@ -14,12 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from speedtransfer.cuda import (
-    WARM_UP,
-    check_not_capturing,
-    num_replays,
-    wait_until_filled,
-)
+from speedtransfer.cuda import WARM_UP, check_not_capturing, num_replays, wait_until_filled
 from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEngine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest

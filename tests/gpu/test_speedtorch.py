@@ -65,12 +65,7 @@ def test_page_locked_rows_are_waited_for_once_a_view_is_out(device):
     rows, view = weights.CUPYcorpus, weights.getTorchVar()
     rows.fill(0)  # compiled by now
     stream = cupy.cuda.Stream(non_blocking=True)
-    reads = [
-        lambda: torch.from_numpy(weights.getNumpyVersion()),
-        lambda: weights.getTorchVar().clone(),
-        fetched,
-        saved,
-    ]
+    reads = [lambda: torch.from_numpy(weights.getNumpyVersion()), lambda: weights.getTorchVar().clone(), fetched, saved]
     with stream:
         for value, read in enumerate(reads, start=1):
             hold(torch.cuda.ExternalStream(stream.ptr))

@@ -23,11 +23,11 @@ NUM_ROWS, DIM = 41, 16
 # --- every kind of table ----------------------------------------------------------------------------------------------
 
 
-def ngrams(_: int, dim: int, **options: Any) -> Any:
+def ngrams(_, dim, **options):
     return st.NgramEmbedding(st.NgramHash(heads=2, rows=100, vocab_size=NUM_ROWS, eos=0), dim, combine="sum", **options)
 
 
-def features(num_rows: int, dim: int, of: Any = st.MultiEmbedding, **options: Any) -> Any:
+def features(num_rows, dim, of=st.MultiEmbedding, **options):
     return of([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
 
 
@@ -36,7 +36,7 @@ class OneByOne(st.MultiEmbedding):
         return torch.stack([feature(ids[:, number]) for number, feature in enumerate(self)], 1)
 
 
-def bags_of_features(num_rows: int, dim: int, **options: Any) -> Any:
+def bags_of_features(num_rows, dim, **options):
     mode = {str(number): mode for number, mode in enumerate(["sum", "mean", "max"] * 2)}
     return features(num_rows, dim, st.MultiEmbeddingBag, concatenate=True, mode=mode, **options)
 
@@ -55,11 +55,11 @@ class Case(NamedTuple):
     memories: tuple[str, ...] = tuple(MEMORIES)
 
 
-def stored(dtype: Any, **options: Any) -> Case:
+def stored(dtype, **options):
     return Case({"idle": "lazy", "storage_dtype": dtype, "state_dtype": torch.uint8, **options}, apart=None)
 
 
-def vocabulary(**about: Any) -> dict[str, Any]:
+def vocabulary(**about):
     return {"vocabulary": {"capacity": 8, "max_capacity": 20, "evict": "lru", "seed": 3, **about}}
 
 
@@ -101,7 +101,7 @@ CASES |= {
 }
 
 
-def trained(case: Case, memory: str, folder: Any, device: Any, ids_on: Any = "cpu", ahead: Any = at_once) -> Any:
+def trained(case, memory, folder, device, ids_on="cpu", ahead=at_once):
     """Return what training leaves, as tensors of the host by name."""
     options, about = dict(case.options), case.options.get("vocabulary")
     if about is not None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,26 +15,26 @@ from speedtransfer.vocabulary import device_map
 MEMORIES = ["pinned", "device"]
 
 
-def module_on(device: Any, memory: str = "pinned", kind: Any = st.Embedding, **about: Any) -> Any:
+def module_on(device, memory="pinned", kind=st.Embedding, **about):
     options = {name: about.pop(name) for name in ("dtype", "idle") if name in about}
     torch.manual_seed(0)
     vocabulary = st.Vocabulary(seed=3, **{"capacity": 60, "max_capacity": 400, **about})
     return kind(8, 4, vocabulary=vocabulary, memory=memory, device=device, **options)
 
 
-def ids_of(step: int, count: int = 24) -> torch.Tensor:
+def ids_of(step, count=24):
     draw = torch.Generator().manual_seed(step)
     return torch.randint(3 * step, 3 * step + 30, (count,), generator=draw) * -(2**58)
 
 
-def train(module: Any, opt: Any, ids: Any) -> None:
+def train(module, opt, ids):
     take_step(opt, module(ids).square().sum())
 
 
 @contextlib.contextmanager
-def waits() -> Iterator[list[str]]:
+def waits():
     """Give a list that has every wait of the host afterwards: torch's, and where the GPU is emulated those of events too."""
-    found: list[str] = []
+    found = []
     with synchronizing("warn") as of_torch, recorded() as others:
         yield found
     found += [*of_torch, *others]

@@ -5,15 +5,12 @@ import functools
 import gc
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import bits
-from torch import Tensor
 
 import speedtransfer as st
 from speedtransfer.cuda import pinned_empty
@@ -27,7 +24,7 @@ except ImportError:
 HOLD_MS = 200  # far longer than any call here takes
 
 # Engines by name, those that serve page-locked memory and that of the device, and all pairs of a memory and an engine.
-ENGINES: dict[str, Callable[[torch.device], Any]] = {
+ENGINES = {
     "mapped": MappedEngine,
     "staged": StagedEngine,
     "auto": lambda device: make_engine("pinned", device, "auto"),
@@ -42,7 +39,7 @@ WAYS = [
 ]
 
 # Tables of every kind whose rows are read ahead, or shared out.
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
     "int8": {"idle": "lazy", "storage_dtype": torch.int8, "state_dtype": torch.uint8},
@@ -53,13 +50,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def pinned(tensor: Tensor) -> Tensor:
+def pinned(tensor):
     """Return a copy of a CPU tensor in page-locked memory."""
     memory = pinned_empty(tensor.numel() * tensor.element_size())
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def file_tensor(tensor: Tensor, folder: Path) -> Tensor:
+def file_tensor(tensor, folder):
     """Return a copy of a CPU tensor in a file mapped into memory."""
     if tensor.numel() == 0:
         return tensor.clone()  # a file of no bytes cannot be mapped
@@ -68,7 +65,7 @@ def file_tensor(tensor: Tensor, folder: Path) -> Tensor:
     return torch.from_numpy(array).view(tensor.dtype).copy_(tensor)
 
 
-def store_in(memory: str, device: torch.device, folder: Path) -> Callable[[Tensor], Tensor]:
+def store_in(memory, device, folder):
     """Return what copies a CPU tensor to where an engine for `memory` has its planes; "mmap" has a file in `folder`."""
     return {
         "pinned": pinned,
@@ -79,16 +76,14 @@ def store_in(memory: str, device: torch.device, folder: Path) -> Callable[[Tenso
 
 
 @pytest.fixture(autouse=True)
-def no_garbage() -> Iterator[None]:
+def no_garbage():
     """Page-locked memory that garbage collection finds is freed, and that waits for the device; for modules that import it."""
     gc.disable()
     yield
     gc.enable()
 
 
-def embedding_in(
-    memory: str, folder: Path, device: torch.device, *sizes: Any, kind: Any = st.Embedding, **options: Any
-) -> Any:
+def embedding_in(memory, folder, device, *sizes, kind=st.Embedding, **options):
     """Return a module, or a table, with the first values of one seed in any memory; "mmap" has its file in `folder`."""
     if memory == "mmap":
         options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
@@ -100,7 +95,7 @@ def embedding_in(
 
 
 @functools.cache
-def _cycles_per_ms() -> float:
+def _cycles_per_ms():
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(50_000_000)  # the clock rises with work
     start.record()
@@ -110,7 +105,7 @@ def _cycles_per_ms() -> float:
     return 20_000_000 / start.elapsed_time(stop)
 
 
-def hold(stream: torch.cuda.Stream, milliseconds: float = HOLD_MS) -> torch.cuda.Event:
+def hold(stream, milliseconds=HOLD_MS):
     """Keep `stream` busy and return the event of its end."""
     cycles = int(milliseconds * _cycles_per_ms())
     with torch.cuda.stream(stream):
@@ -121,9 +116,9 @@ def hold(stream: torch.cuda.Stream, milliseconds: float = HOLD_MS) -> torch.cuda
 
 
 @contextlib.contextmanager
-def synchronizing(mode: str) -> Iterator[list[str]]:
+def synchronizing(mode):
     """Let torch's own waits for the device raise ("error"), or be listed in what this gives ("warn")."""
-    found: list[str] = []
+    found = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode(mode)
@@ -138,27 +133,27 @@ def synchronizing(mode: str) -> Iterator[list[str]]:
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     """Return the memory of this process that is in RAM."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def allocated_bytes() -> int:
+def allocated_bytes():
     """Return what tensors hold of the device, once garbage is gone."""
     gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
 
-def is_page_locked(pointer: int) -> bool:
+def is_page_locked(pointer):
     """Ask CUDA itself whether there is page-locked memory at a host address."""
     from speedtransfer.cuda.status import load_cupy
 
     return int(load_cupy().cuda.runtime.pointerGetAttributes(pointer).type) == 1  # cudaMemoryTypeHost
 
 
-def check_same(tensors: Iterable[Tensor], expected: Sequence[Tensor]) -> None:
+def check_same(tensors, expected):
     """Compare the bits of tensors wherever they are."""
     for tensor, other in zip(tensors, expected, strict=True):
         assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape)

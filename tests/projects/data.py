@@ -1,7 +1,6 @@
 """Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, and a graph."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +18,7 @@ class Interactions:
     time: np.ndarray
 
 
-def interactions(seed: int = 0) -> Interactions:
+def interactions(seed=0):
     """Return 12 to 24 different items for each user: popular ones, and those near the user's own taste."""
     rng = np.random.default_rng(seed)
     taste, kind = rng.normal(size=(USERS, 3)), rng.normal(size=(ITEMS, 3))
@@ -35,7 +34,7 @@ def interactions(seed: int = 0) -> Interactions:
     return Interactions(np.array(users), np.array(items), np.array(ratings), np.arange(len(users)))
 
 
-def sequences(length: int = 10) -> tuple[np.ndarray, np.ndarray]:
+def sequences(length=10):
     """Return for each user the last `length` + 1 items but one, counted from 1 (0 pads on the left), and the last one."""
     data = interactions()
     history, target = np.zeros((USERS, length), dtype=np.int64), np.zeros(USERS, dtype=np.int64)
@@ -46,7 +45,7 @@ def sequences(length: int = 10) -> tuple[np.ndarray, np.ndarray]:
     return history, target
 
 
-def clicks(rows: int = 600, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def clicks(rows=600, seed=0):
     """Return the fields' values (rows, 3), skewed as real ones are, two numbers (rows, 2), and whether it was clicked."""
     rng = np.random.default_rng(seed)
     fields = np.stack([(size * rng.random(rows) ** 2.5).astype(np.int64) for size in FIELDS], 1)
@@ -56,7 +55,7 @@ def clicks(rows: int = 600, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.n
     return fields, numbers.astype(np.float32), clicked.astype(np.float32)
 
 
-def write_atomic_files(folder: Path, name: str = "tiny") -> None:
+def write_atomic_files(folder, name="tiny"):
     """Write `folder`/`name` as RecBole reads data: tab-separated columns, each named with its type."""
     data = interactions()
     rng = np.random.default_rng(1)
@@ -69,12 +68,12 @@ def write_atomic_files(folder: Path, name: str = "tiny") -> None:
     _write(folder / name / f"{name}.item", "item_id:token class:token", items)
 
 
-def _write(path: Path, header: str, rows: object) -> None:
-    lines = ["\t".join(header.split()), *("\t".join(str(value) for value in row) for row in rows)]  # type: ignore[attr-defined]
+def _write(path, header, rows):
+    lines = ["\t".join(header.split()), *("\t".join(str(value) for value in row) for row in rows)]
     path.write_text("\n".join(lines) + "\n")
 
 
-def edges() -> np.ndarray:
+def edges():
     """Return the edges (2, n) of a connected graph of the items, each in both directions."""
     head, tail = np.random.default_rng(2).integers(0, ITEMS, (2, 200))
     ring = np.arange(ITEMS)

@@ -2,14 +2,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from cases import take_step
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer
 from speedtransfer.nn.table_module import TableModule
@@ -22,13 +22,13 @@ TOLERANCE = 1e-9  # in float64
 DIGITS = 4  # as the projects print their losses and metrics
 
 
-def in_both_ways(test: Any) -> Any:
+def in_both_ways(test):
     """Give a test the `way`, and whether what it compares is float64."""
     precisions = pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
     return pytest.mark.parametrize("way", WAYS)(precisions(test))
 
 
-def stepped(optimizer: Any, losses: Iterable[Tensor]) -> list[float]:
+def stepped(optimizer, losses):
     """Make a step for each loss, which is computed then, and return them."""
     return [(take_step(optimizer, loss), loss.item())[1] for loss in losses]
 
@@ -41,19 +41,19 @@ class Outcome:
     values: dict[str, Any] = field(default_factory=dict)
     model: nn.Module | None = None
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {} if self.model is None else self.model.state_dict()
 
 
 @contextlib.contextmanager
-def classes(way: str, *projects: str) -> Iterator[None]:
+def classes(way, *projects):
     """Within, the modules of `projects` (names of packages) that make an embedding make ours, if the way is "swap"."""
     if way != "swap":
         yield
         return
     ours = dict(zip(TORCH, OURS, strict=True))
     names = [name for name in sys.modules if name.split(".")[0] in projects or name in projects]
-    undo: list[tuple[Any, str, Any]] = []
+    undo = []
     for holder in (nn, *(sys.modules[name] for name in names)):
         for key, value in list(vars(holder).items()):
             if isinstance(value, type) and value in ours:
@@ -66,7 +66,7 @@ def classes(way: str, *projects: str) -> Iterator[None]:
             setattr(holder, key, value)
 
 
-def hand_over(model: nn.Module, way: str) -> nn.Module:
+def hand_over(model, way):
     """Replace the embeddings of `model` if the way is "replace"; check that it has tables, where it should."""
     if way == "replace":
         speedtransfer.replace_embeddings(model, min_rows=0)
@@ -78,7 +78,7 @@ def hand_over(model: nn.Module, way: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def in_float64() -> Iterator[None]:
+def in_float64():
     """Within, what a project makes in float32 is float64, also where its code says so: `.float()`, `torch.FloatTensor`."""
     with contextlib.ExitStack() as stack:
         before = torch.get_default_dtype()
@@ -94,7 +94,7 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def numbers(value: Any) -> list[float]:
+def numbers(value):
     if isinstance(value, Mapping):
         return [number for key in value for number in numbers(value[key])]
     if isinstance(value, torch.Tensor):
@@ -106,7 +106,7 @@ def numbers(value: Any) -> list[float]:
     return [float(value)]
 
 
-def assert_same(ours: Outcome, dense: Outcome, tolerance: float | None) -> None:
+def assert_same(ours, dense, tolerance):
     """Compare what was printed, the values and the weights: to a tolerance, or (None: float32) as printed, and to 1e-4."""
     assert ours.printed.keys() == dense.printed.keys()
     for key, expected in dense.printed.items():
@@ -125,7 +125,7 @@ def assert_same(ours: Outcome, dense: Outcome, tolerance: float | None) -> None:
             assert_near(key, numbers(weights[key]), numbers(value), tolerance)
 
 
-def assert_near(name: str, got: list[float], want: list[float], tolerance: float | None) -> None:
+def assert_near(name, got, want, tolerance):
     """Compare numbers to a share of the largest of them, or of 1."""
     assert len(got) == len(want) > 0, f"{name}: {len(got)} numbers, not {len(want)}"
     one, other = torch.tensor(got, dtype=torch.double), torch.tensor(want, dtype=torch.double)
@@ -135,10 +135,10 @@ def assert_near(name: str, got: list[float], want: list[float], tolerance: float
     torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda text: f"{name}: {text}")
 
 
-_dense: dict[tuple[Any, bool], Outcome] = {}
+_dense = {}
 
 
-def compare(run: Callable[..., Outcome], way: str, double: bool, *args: Any) -> None:
+def compare(run, way, double, *args):
     """Train by `run(way, *args)` and with torch.nn (once for both ways) and compare: float64 to 1e-9, float32 as printed."""
     with in_float64() if double else contextlib.nullcontext():
         key = (run, *args), double

@@ -30,7 +30,7 @@ def random_walk(rowptr, col, start, length, p, q):
     return torch.stack(path, 1)
 
 
-def node2vec(way: str, optimizer: str, sparse: bool) -> Outcome:
+def node2vec(way, optimizer, sparse):
     from torch_geometric.nn import Node2Vec
 
     torch.manual_seed(0)

@@ -5,7 +5,6 @@ import contextlib
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +20,12 @@ knowledge_graph = pytest.importorskip("knowledge_graph", reason="psutil is not i
 ENTITIES = 1000
 
 
-def settings(**given: Any) -> argparse.Namespace:
+def settings(**given):
     options = {"entities": ENTITIES, "facts": 3000, "epochs": 4, "batch": 512, "optimizer": "Adam", "resume": False}
     return argparse.Namespace(**(options | given))
 
 
-def trained(path: Path | None, idle: str = "lazy", **given: Any) -> tuple[torch.Tensor, torch.nn.Module]:
+def trained(path, idle="lazy", **given):
     """The loss of each step, and the model; its checkpoint is beside the file."""
     options = settings(**given)
     facts, _ = knowledge_graph.make_facts(options.entities, options.facts)
@@ -78,7 +77,7 @@ def test_ranks_are_those_of_pykeen(tmp_path):
 
 
 def test_the_program(tmp_path, monkeypatch, capsys):
-    def printed(*arguments: str) -> str:
+    def printed(*arguments):
         sizes = ["--entities", str(ENTITIES), "--facts", "2000", "--output", str(tmp_path / "graph")]
         monkeypatch.setattr(sys, "argv", ["knowledge_graph.py", *sizes, *arguments])
         knowledge_graph.main()

@@ -22,11 +22,11 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, way: str, optimizer: str = "AdamW", **options) -> None:
+    def __init__(self, way, optimizer="AdamW", **options):
         super().__init__()
         self.net = make(way)
         self.optimizer, self.options = optimizer, options or {"lr": 0.02}
-        self.losses: list[float] = []
+        self.losses = []
 
     def forward(self, users, items):
         return self.net(users, items)
@@ -54,18 +54,18 @@ def trainer(**options):
     return lightning.Trainer(**{"max_epochs": 3, "enable_checkpointing": False, **quiet, **options})
 
 
-def outcome(module, runner) -> Outcome:
+def outcome(module, runner):
     metrics = {name: float(value) for name, value in runner.callback_metrics.items()}
     return Outcome({"losses": module.losses, **metrics}, {"scores": scores(module)}, module)
 
 
-def fit(way: str, optimizer: str = "AdamW", **options) -> Outcome:
+def fit(way, optimizer="AdamW", **options):
     module, runner = Module(way, optimizer), trainer(**options)
     runner.fit(module, loader(), loader(seed=1))
     return outcome(module, runner)
 
 
-def read_ahead(way: str, **options) -> Outcome:
+def read_ahead(way, **options):
     """Batches of workers, of which a table reads rows ahead: fit twice, on from the checkpoint of the first."""
     printed = {}
     for epochs in (1, 3):
@@ -125,7 +125,7 @@ def test_resumed(way, tmp_path):
 class Meanwhile(callbacks.Callback):
     """Our own saver, while training goes on."""
 
-    def __init__(self, folder) -> None:
+    def __init__(self, folder):
         self.folder, self.saves = folder, {}
 
     def on_train_batch_end(self, runner, module, outputs, batch, index):

@@ -22,7 +22,7 @@ from pyarrow import parquet  # noqa: E402
 PAGE = (Path(__file__).parents[2] / "docs" / "word2vec.md").read_text(encoding="utf-8")
 
 
-def recipe(language: str, start: str) -> str:
+def recipe(language, start):
     (found,) = re.findall(rf"^```{language}\n({start}.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     return found
 

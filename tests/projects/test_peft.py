@@ -2,7 +2,6 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ gemma = pytest.importorskip("projects.test_transformers", reason="transformers i
 # Its embeddings are of a class of its own, in whose place there is none of ours.
 WAY = "replace"
 TABLE = "embed_tokens_per_layer"
-FORMS: dict[str, dict[str, Any]] = {
+FORMS = {
     "frozen": {},
     "trained": {},
     "saved": {"modules_to_save": [TABLE]},
@@ -26,11 +25,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(way: str) -> torch.nn.Module:
+def made(way):
     return hand_over(gemma.gemma(torch.get_default_dtype()), way)
 
 
-def adapted(way: str, form: str) -> Any:
+def adapted(way, form):
     from peft import LoraConfig, get_peft_model
 
     model = made(way)
@@ -41,7 +40,7 @@ def adapted(way: str, form: str) -> Any:
     return found
 
 
-def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...]) -> Outcome:
+def tuned(way, form, folder, options):
     from transformers import Trainer, TrainingArguments
 
     draw = torch.Generator().manual_seed(0)
@@ -49,7 +48,7 @@ def tuned(way: str, form: str, folder: Path, options: tuple[tuple[str, Any], ...
     about = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "seed": 3, "logging_steps": 1, "save_steps": 3}
     settings = {**about, "per_device_train_batch_size": 4, "max_steps": 6, "learning_rate": 1e-2, **dict(options)}
 
-    def trainer() -> Any:
+    def trainer():
         arguments = TrainingArguments(output_dir=f"{folder}/{way}-{form}", **settings)
         return Trainer(model=adapted(way, form), args=arguments, train_dataset=data)
 
@@ -106,7 +105,7 @@ def test_the_example_goes_on_from_its_last_whole_checkpoint(tmp_path):
     text = torch.randint(300, (64, 8), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in text]
 
-    def run(way: str, resume: bool = False) -> tuple[int, torch.Tensor]:
+    def run(way, resume=False):
         model = finetune.make(300).double()
         if way != DENSE:
             assert st.replace_embeddings(model, min_rows=0, names=f"*{TABLE}") == [f"model.{TABLE}"]

@@ -40,13 +40,13 @@ def surroundings(monkeypatch, tmp_path):
 
 
 @cache
-def data_path() -> str:
+def data_path():
     folder = tempfile.mkdtemp(prefix="recbole-")
     write_atomic_files(Path(folder))
     return folder
 
 
-def configuration(name: str):
+def configuration(name):
     from recbole.config import Config
 
     columns = {"inter": ["user_id", "item_id", "rating", "timestamp"]}
@@ -64,7 +64,7 @@ def configuration(name: str):
     return Config(model=name, dataset="tiny", config_dict=options)
 
 
-def train(way: str, name: str) -> Outcome:
+def train(way, name):
     from recbole.data import create_dataset, data_preparation
     from recbole.utils import get_model, get_trainer, init_seed
 

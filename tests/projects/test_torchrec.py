@@ -2,31 +2,29 @@
 
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
 from projects.pairs import Outcome, classes, compare, hand_over, in_both_ways, stepped
 from speedtransfer.nn.ticket import open_tickets
 
-torchrec: Any = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
+torchrec = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
 
 DIM = 8
 BATCH = 100
 
 
-def table(name: str, rows: int, features: list[str] | None = None, dim: int = DIM, pooling: str = "SUM") -> Any:
+def table(name, rows, features=None, dim=DIM, pooling="SUM"):
     given = {"name": name, "num_embeddings": rows, "embedding_dim": dim, "feature_names": features or [name]}
     return torchrec.EmbeddingBagConfig(**given, pooling=torchrec.PoolingType[pooling])
 
 
-def batches(epochs: int = 2) -> list[Any]:
+def batches(epochs=2):
     """Clicks, each with one value of every field, and with some of the values of the first field that came before."""
     from torchrec.datasets.utils import Batch
 
@@ -48,21 +46,21 @@ def batches(epochs: int = 2) -> list[Any]:
     return found
 
 
-def fields_of(pooling: str) -> Any:
+def fields_of(pooling):
     named = [table(f"t{k}", size, [f"field{k}"], pooling=pooling) for k, size in enumerate(FIELDS)]
     named[0].feature_names.append("before")
     return torchrec.EmbeddingBagCollection(tables=named)
 
 
-def train(model: nn.Module, loss_of: Callable[[Any], Tensor], batches: list[Any], make: Any) -> Outcome:
+def train(model, loss_of, batches, make):
     return Outcome({"loss": stepped(make(model.parameters()), map(loss_of, batches))}, {}, model)
 
 
-def ready(model: nn.Module, way: str) -> nn.Module:
+def ready(model, way):
     return hand_over(model.to(torch.get_default_dtype()), way)
 
 
-def dlrm(way: str) -> Outcome:
+def dlrm(way):
     from torchrec.models.dlrm import DLRM, DLRMTrain
 
     torch.manual_seed(1)
@@ -72,7 +70,7 @@ def dlrm(way: str) -> Outcome:
     return train(model, lambda batch: model(batch)[0], batches(), lambda params: torch.optim.Adagrad(params, lr=0.1))
 
 
-def deepfm(way: str) -> Outcome:
+def deepfm(way):
     from torchrec.models.deepfm import SimpleDeepFMNN
 
     torch.manual_seed(1)
@@ -80,7 +78,7 @@ def deepfm(way: str) -> Outcome:
         model = SimpleDeepFMNN(2, fields_of("MEAN"), hidden_layer_size=16, deep_fm_dimension=5)
     ready(model, way)
 
-    def loss_of(batch: Any) -> Tensor:
+    def loss_of(batch):
         found = model(batch.dense_features, batch.sparse_features).squeeze(1)
         return nn.functional.binary_cross_entropy(found, batch.labels.to(found.dtype))
 
@@ -90,13 +88,13 @@ def deepfm(way: str) -> Outcome:
 class Sequences(nn.Module):
     """Items from those before, by an ``EmbeddingCollection``."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         named = [torchrec.EmbeddingConfig(**ITEM, feature_names=["past", "next"]), torchrec.EmbeddingConfig(**WHO)]
         self.rows = torchrec.EmbeddingCollection(tables=named, need_indices=True)
         self.gru = nn.GRU(DIM, DIM, batch_first=True)
 
-    def forward(self, keyed: Any) -> Tensor:
+    def forward(self, keyed):
         found = self.rows(keyed)
         past = nn.utils.rnn.pad_sequence(found["past"].to_dense(), batch_first=True)
         state = self.gru(past)[1][0] + found["user"].values()
@@ -104,11 +102,11 @@ class Sequences(nn.Module):
         return (state * found["next"].values()).sum(1)
 
 
-ITEM: dict[str, Any] = {"name": "item", "num_embeddings": ITEMS, "embedding_dim": DIM}
-WHO: dict[str, Any] = {"name": "user", "num_embeddings": USERS, "embedding_dim": DIM, "feature_names": ["user"]}
+ITEM = {"name": "item", "num_embeddings": ITEMS, "embedding_dim": DIM}
+WHO = {"name": "user", "num_embeddings": USERS, "embedding_dim": DIM, "feature_names": ["user"]}
 
 
-def sequences(way: str) -> Outcome:
+def sequences(way):
     torch.manual_seed(1)
     with classes(way, "torchrec"):
         model = Sequences()
@@ -116,7 +114,7 @@ def sequences(way: str) -> Outcome:
     data = interactions()
     starts = np.searchsorted(data.user, np.arange(USERS))
 
-    def loss_of(step: int) -> Tensor:
+    def loss_of(step):
         lengths = [1 + (user + step) % 5 for user in range(USERS)]
         past = np.concatenate([data.item[s : s + n] for s, n in zip(starts, lengths, strict=True)])
         after = data.item[starts + np.array(lengths)]
@@ -142,14 +140,14 @@ def test_torchrec(run, way, double):
 # --- what a collection does -----------------------------------------------------------------------------------------------
 
 
-def collection(weighted: bool = False, dims: tuple[int, int] = (4, 4)) -> Any:
+def collection(weighted=False, dims=(4, 4)):
     """Tables that serve two features each, of which one is of both."""
     torch.manual_seed(0)
     tables = [table("t1", 10, ["a", "c"], dims[0]), table("t2", 7, ["b", "c"], dims[1], "SUM" if weighted else "MEAN")]
     return torchrec.EmbeddingBagCollection(tables=tables, is_weighted=weighted)
 
 
-def keyed(weights: Any = None) -> Any:
+def keyed(weights=None):
     """With another feature too, and in another order."""
     values = torch.tensor([1, 2, 3, 0, 0, 1, 2, 4, 5, 6, 3])
     lengths = torch.tensor([1, 2, 1, 1, 0, 2, 2, 2])

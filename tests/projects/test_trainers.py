@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 # --- Accelerate -----------------------------------------------------------------------------------------------------
 
 
-def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Outcome:
+def accelerated(way, clip, accumulate, reads_ahead):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import GradientAccumulationPlugin
@@ -58,7 +58,7 @@ def test_accelerate(clip, accumulate, reads_ahead, way, double):
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 
-def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcome:
+def trained_by_trainer(way, folder, resume, **options):
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     ids = torch.tensor(sequences(12)[0])

@@ -1,7 +1,6 @@
 """Models of transformers as they are: tied and untied heads, resizing, saving, checkpointed activations."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -19,24 +18,24 @@ VOCABULARY = 97
 SMALL = {"vocab_size": VOCABULARY, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
-def tokens() -> torch.Tensor:
+def tokens():
     return torch.tensor(sequences(12)[0])
 
 
-def made(way: str, kind: Any, config: Any) -> nn.Module:
+def made(way, kind, config):
     torch.manual_seed(0)
     with classes(way, "transformers"):
         model = kind(config)
     return hand_over(model, way)
 
 
-def gpt2(way: str, tied: bool) -> nn.Module:
+def gpt2(way, tied):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return made(way, GPT2LMHeadModel, GPT2Config(**SMALL, tie_word_embeddings=tied))
 
 
-def bert(way: str) -> nn.Module:
+def bert(way):
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -44,7 +43,7 @@ def bert(way: str) -> nn.Module:
     return made(way, BertForSequenceClassification, config)
 
 
-def train(model: nn.Module, steps: int = 6) -> list[float]:
+def train(model, steps=6):
     """Train as the course of transformers does; return the losses."""
     opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     ids, losses = tokens(), []
@@ -64,16 +63,16 @@ def train(model: nn.Module, steps: int = 6) -> list[float]:
 
 
 @torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
+def logits(model):
     return model(input_ids=tokens()[:8]).logits
 
 
-def outcome(model: nn.Module, losses: list[float] | None = None, **more) -> Outcome:
+def outcome(model, losses=None, **more):
     """Train the model, where it has no losses yet, and return what comes of it."""
     return Outcome({"losses": losses or train(model)}, {"logits": logits(model), **more}, model)
 
 
-def gpt2_tied(way: str) -> Outcome:
+def gpt2_tied(way):
     model = gpt2(way, tied=True)
     losses = train(model)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -82,28 +81,28 @@ def gpt2_tied(way: str) -> Outcome:
     return outcome(model, losses, words=words, count=[model.num_parameters()])
 
 
-def gpt2_untied(way: str) -> Outcome:
+def gpt2_untied(way):
     model = gpt2(way, tied=False)
     return outcome(model, count=[model.num_parameters(exclude_embeddings=True)])
 
 
-def bert_classifier(way: str) -> Outcome:
+def bert_classifier(way):
     return outcome(bert(way))
 
 
-def checkpointed(way: str) -> Outcome:
+def checkpointed(way):
     model = gpt2(way, tied=True)
     model.gradient_checkpointing_enable()
     return outcome(model)
 
 
-def frozen(way: str) -> Outcome:
+def frozen(way):
     model = bert(way)
     model.get_input_embeddings().requires_grad_(False)
     return outcome(model)
 
 
-def resized(way: str, tied: bool, size: int) -> Outcome:
+def resized(way, tied, size):
     """Trained, resized (rows stay, new ones as transformers starts them), trained on."""
     model = gpt2(way, tied)
     losses = train(model, 3)
@@ -161,7 +160,7 @@ needs_gemma = pytest.mark.skipif(
 )
 
 
-def gemma(dtype: torch.dtype) -> nn.Module:
+def gemma(dtype):
     torch.manual_seed(0)
     about = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": LAYERS}
     about |= {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 4, "sliding_window": 8}

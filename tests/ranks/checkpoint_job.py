@@ -1,12 +1,9 @@
 """A training job of several processes that saves and resumes, for the tests of checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,7 @@ import torch
 import torch.distributed as dist
 from in_child import kill_at_line
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from ranks.pair import wrap
@@ -39,14 +36,13 @@ class Setup:
     # A table of several features too.
     multi: bool = False
 
-    def of(self, kind: str, **more: Any) -> Setup:
+    def of(self, kind, **more):
         return dataclasses.replace(self, kind=kind, **more)
 
 
 EXACT = Setup()
 SMALL = Setup(
-    dtype=torch.float32,
-    options=(("idle", "lazy"), ("storage_dtype", torch.int8), ("state_dtype", torch.uint8)),
+    dtype=torch.float32, options=(("idle", "lazy"), ("storage_dtype", torch.int8), ("state_dtype", torch.uint8))
 )
 FLOAT8 = Setup(
     dtype=torch.float32, options=(("idle", "lazy"), ("storage_dtype", torch.float8_e4m3fn), ("scale_block", 3))
@@ -57,9 +53,9 @@ SPLIT24 = Setup(
 
 
 class Net(nn.Module):
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup):
         super().__init__()
-        library: Any = nn if setup.kind == "torch" else st
+        library = nn if setup.kind == "torch" else st
         options = {} if setup.kind == "torch" else dict(setup.options)
         if setup.kind in ("sharded", "shared", "mixed"):
             options["process_group"] = dist.group.WORLD
@@ -75,13 +71,13 @@ class Net(nn.Module):
         self.twice = self.emb
         self.dense = nn.Sequential(nn.Linear(DIM, 5, dtype=setup.dtype), nn.Tanh(), nn.Linear(5, 1, dtype=setup.dtype))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         rows = self.emb(ids).mean(1) + self.twice(ids[:, 0] // 2) + self.bag(ids % 2)
         return self.dense(rows if self.many is None else rows + self.many(ids[:, :2] % 10).sum(1))
 
 
 class Job:
-    def __init__(self, setup: Setup, seed: int = 7) -> None:
+    def __init__(self, setup, seed=7):
         self.setup = setup
         self.alone = setup.kind in ("one", "torch")
         self.rank, self.ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
@@ -93,13 +89,13 @@ class Job:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         # Of each process its own.
         self.generator = torch.Generator().manual_seed(100 * seed + self.rank)
-        self.objects: dict[str, Any] = {"scheduler": self.scheduler, "generator": self.generator}
+        self.objects = {"scheduler": self.scheduler, "generator": self.generator}
         for each in (random.seed, np.random.seed, torch.manual_seed):
             each(1000 * seed + self.rank)
         self.done, self.note = 0, ""
         self.hook = lambda where: None
 
-    def train(self, steps: int) -> Job:
+    def train(self, steps):
         for _ in range(steps):
             draw = torch.Generator().manual_seed(self.done)
             ids = (torch.rand(GLOBAL, 4, generator=draw) ** 2 * self.setup.rows).long()[self.rank :: self.ranks]
@@ -118,16 +114,16 @@ class Job:
             self.done += 1
         return self
 
-    def save(self, path: Path) -> Job:
+    def save(self, path):
         extra = {"done": self.done, "note": self.note}
         st.save_checkpoint(path, self.net, self.optimizer, extra=extra, **self.objects)
         return self
 
-    def load(self, path: Path) -> Job:
+    def load(self, path):
         self.done = st.load_checkpoint(path, self.net, self.optimizer, **self.objects)["done"]
         return self
 
-    def planes(self) -> dict[str, Tensor]:
+    def planes(self):
         """All rows, and their state, as they are stored; what is not of rows. In the order of ids; collective."""
         found = {f"dense {name}": value.detach().clone() for name, value in self.net.dense.state_dict().items()}
         for name in ("emb", "bag", *["many"] * self.setup.multi):
@@ -155,7 +151,7 @@ class Job:
         return found
 
 
-def run(folder: Path, steps: int, *kills: str, life: int = 0) -> dict[str, Tensor]:
+def run(folder, steps, *kills, life=0):
     """Train to the end, saving every second step, from `folder` on; killed in life k as ``kills[k]`` says.
 
     It is the rank, and "forward", "backward" or "step" and its number, or "save" and a number of lines.
@@ -165,7 +161,7 @@ def run(folder: Path, steps: int, *kills: str, life: int = 0) -> dict[str, Tenso
         job.load(folder)
     rank, where, count = kills[life].split() if life < len(kills) else ("-1", "", "0")
 
-    def kill(reached: str) -> None:
+    def kill(reached):
         if (job.rank, job.done, reached) == (int(rank), int(count), where):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
@@ -17,7 +15,7 @@ import speedtransfer as st
 ROWS, DIM = 50, 4
 
 
-def table(kind: str, *sizes: Any, make: Callable[..., Any] = st.Embedding, **options: Any) -> Any:
+def table(kind, *sizes, make=st.Embedding, **options):
     """Make a module whose rows are sharded, shared, or in each process ("one", "replicas"); the same numbers in each."""
     if kind in ("sharded", "shared"):
         options["process_group"] = dist.group.WORLD
@@ -27,29 +25,29 @@ def table(kind: str, *sizes: Any, make: Callable[..., Any] = st.Embedding, **opt
     return make(*(sizes or (ROWS, DIM)), **{"dtype": torch.float64, **options})
 
 
-def ids(step: int = 0, rank: int | None = None, size: int = 6) -> Tensor:
+def ids(step=0, rank=None, size=6):
     rank = dist.get_rank() if rank is None else rank
     return torch.randint(
         0, ROWS, (size,), generator=torch.Generator("cpu").manual_seed(100 * step + rank), device="cpu"
     )
 
 
-def rows_of(emb: Any) -> Tensor:
+def rows_of(emb):
     """Return all rows in the order of ids, a copy; collective for shards."""
     return emb.table.gather(torch.arange(len(emb.table))).clone() if hasattr(emb, "table") else emb.weight.detach()
 
 
-def squares(model: Any, ids: Any) -> Tensor:
+def squares(model, ids):
     return model(ids).square().sum()
 
 
-def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
+def wrap(model, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
         return DistributedDataParallel(model, **options)
 
 
-def told(function: Callable[[], Any]) -> str:
+def told(function):
     """Return what an error of `function` says, or ``""``."""
     try:
         function()
@@ -64,7 +62,7 @@ class Features(st.MultiEmbedding):
     # Of a vocabulary ids have 62 bits.
     shift = 0
 
-    def forward(self, ids: Tensor) -> Any:
+    def forward(self, ids):
         rows = super().forward({str(n): column >> self.shift for n, column in enumerate(ids.unbind(1))})
         left_out = len(ids) % 3
         return torch.stack([found.detach() if n == left_out else found for n, found in enumerate(rows.values())], 1)
@@ -73,13 +71,13 @@ class Features(st.MultiEmbedding):
 class Net(nn.Module):
     """A table that is looked up several times, each time for a part of the ids, and a dense part."""
 
-    def __init__(self, emb: Any, lookups: int = 1) -> None:
+    def __init__(self, emb, lookups=1):
         super().__init__()
         torch.manual_seed(2)
         self.emb, self.lookups = emb, lookups
         self.inner, self.outer = (nn.Linear(DIM, size, dtype=emb.weight.dtype) for size in (DIM, 1))
 
-    def forward(self, ids: Tensor, uses_rows: bool = True) -> Tensor:
+    def forward(self, ids, uses_rows=True):
         state = torch.zeros(DIM, dtype=self.inner.weight.dtype)
         for part in ids.view(self.lookups, len(ids) // self.lookups // 2, 2):
             rows = self.emb(part).reshape(-1, DIM).sum(0)
@@ -97,28 +95,28 @@ class Pair:
 
     def __init__(
         self,
-        ours: Any,
-        one: Any,
-        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+        ours,
+        one,
+        optimizer=torch.optim.SGD,
         *,
-        wrap: Callable[[Any], Any] = lambda model: model,
-        loss: Callable[[Any, Any], Tensor] = squares,
-        batch: Callable[[int, int], Any] = ids,
-        scales: bool = False,
-        at_once: bool = False,
-        **options: Any,
-    ) -> None:
+        wrap=lambda model: model,
+        loss=squares,
+        batch=ids,
+        scales=False,
+        at_once=False,
+        **options,
+    ):
         self.ours, self.one, self.loss, self.batch, self.at_once = ours, one, loss, batch, at_once
         self.model = wrap(ours)
         self.opt, self.one_opt = (optimizer(each.parameters(), **{"lr": 0.1, **options}) for each in (ours, one))
         self.scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales) for _ in range(2)]
 
-    def backward(self, step: int = 0, loss: Callable[[Any, Any], Tensor] | None = None) -> None:
+    def backward(self, step=0, loss=None):
         """Go backward from the loss of the batch of this rank, and from the mean of the losses of all."""
         self.scalers[0].scale((loss or self.loss)(self.model, self.batch(step, dist.get_rank()))).backward()
         self.one_backward(step, loss)
 
-    def one_backward(self, step: int = 0, loss: Callable[[Any, Any], Tensor] | None = None) -> None:
+    def one_backward(self, step=0, loss=None):
         batches = [self.batch(step, rank) for rank in range(dist.get_world_size())]
         if self.at_once:
             total = self.loss(self.one, [torch.cat(parts) for parts in zip(*batches, strict=True)])
@@ -126,12 +124,12 @@ class Pair:
             total = sum((loss or self.loss)(self.one, batch) for batch in batches)
         self.scalers[1].scale(total / len(batches)).backward()
 
-    def accumulate(self, *steps: int, no_sync: bool = False) -> None:
+    def accumulate(self, *steps, no_sync=False):
         for step in steps:
             with self.model.no_sync() if no_sync and step != steps[-1] else contextlib.nullcontext():
                 self.backward(step)
 
-    def end(self, clip: float | None = None, norm: float = 2.0, clipped: Any = nn.utils.clip_grad_norm_) -> None:
+    def end(self, clip=None, norm=2.0, clipped=nn.utils.clip_grad_norm_):
         norms = []
         for module, opt, scaler in zip((self.ours, self.one), (self.opt, self.one_opt), self.scalers, strict=True):
             scaler.unscale_(opt)
@@ -143,13 +141,13 @@ class Pair:
         assert norms == pytest.approx(norms[-1:] * len(norms), rel=1e-9, nan_ok=True)
         assert self.scalers[0].get_scale() == self.scalers[1].get_scale()
 
-    def train(self, *steps: int, loss: Callable[[Any, Any], Tensor] | None = None, **end: Any) -> float:
+    def train(self, *steps, loss=None, **end):
         for step in steps:
             self.backward(step, loss)
             self.end(**end)
         return self.distance()
 
-    def distance(self) -> float:
+    def distance(self):
         """Return how far rows and dense weights are from those of one process at most; collective."""
         pairs = [(whole(a), whole(b)) for a, b in zip(dense_of(self.ours), dense_of(self.one), strict=True)]
         tables = [tables_of(each) for each in (self.ours, self.one)]
@@ -157,24 +155,24 @@ class Pair:
         return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def tables_of(model: Any) -> list[Any]:
+def tables_of(model):
     return [each for each in model.modules() if hasattr(each, "table") or type(each) is nn.Embedding]
 
 
-def dense_of(model: Any) -> list[Tensor]:
+def dense_of(model):
     rows = {id(param) for each in tables_of(model) for param in each.parameters()}
     return [param for param in model.parameters() if id(param) not in rows]
 
 
-def whole(param: Tensor) -> Tensor:
+def whole(param):
     return param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
 
 
-def tables(kind: str, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, **options: Any) -> Pair:
+def tables(kind, optimizer=torch.optim.SGD, **options):
     return Pair(table(kind, **options), table("one", **options), optimizer)
 
 
-def nets(kind: str, optimizer: Any = torch.optim.SGD, lookups: int = 1, *, pair: Any = None, **options: Any) -> Pair:
+def nets(kind, optimizer=torch.optim.SGD, lookups=1, *, pair=None, **options):
     """Return the pair of nets with a table of a kind, under DistributedDataParallel; `pair`: other arguments of Pair."""
     ours, one = (Net(table(each, **options), lookups) for each in (kind, "one"))
     return Pair(ours, one, optimizer, **{"wrap": wrap, **(pair or {})})

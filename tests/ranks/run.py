@@ -1,7 +1,5 @@
 """Run functions of test modules on several ranks: processes with a gloo group, started once and used by many tests."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -10,10 +8,8 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 from forked import fork_server
@@ -32,10 +28,10 @@ class DeadRankError(RuntimeError):
     """The process of a rank ended within the function."""
 
 
-def on(world: int, **limits: float) -> Callable[[Any], Any]:
+def on(world, **limits):
     """Have each of `world` ranks make a test, in processes of its own; `limits` are those of `Ranks`."""
 
-    def marked(test: Any) -> Any:
+    def marked(test):
         test.ranks = world, limits
         return pytest.mark.usefixtures("pool")(test)
 
@@ -45,16 +41,16 @@ def on(world: int, **limits: float) -> Callable[[Any], Any]:
 class Pool:
     """The ranks' processes, started when first needed; every group of W ranks uses the first W."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="speedtransfer-ranks-")
         self.folder = Path(self._folder.name)
-        self.workers: list[Worker] = []
+        self.workers = []
         self.port = 0
 
-    def of(self, world: int) -> Ranks:
+    def of(self, world):
         return Ranks(self, world)
 
-    def take(self, world: int) -> list[Worker]:
+    def take(self, world):
         started = len(self.workers)
         while len(self.workers) < world:
             self.workers.append(Worker(len(self.workers), self.folder))
@@ -62,12 +58,12 @@ class Pool:
             self.port = self.workers[0].pipe.recv()
         return self.workers[:world]
 
-    def stop(self) -> None:
+    def stop(self):
         for worker in self.workers:
             worker.kill()
         self.workers = []
 
-    def close(self) -> None:
+    def close(self):
         self.stop()
         self._folder.cleanup()
 
@@ -80,10 +76,10 @@ class Ranks:
     seconds that a collective waits for the other ranks.
     """
 
-    def __init__(self, pool: Pool, world: int) -> None:
+    def __init__(self, pool, world):
         self.pool, self.world = pool, world
 
-    def __call__(self, function: Callable, *args: Any, limit: float = 60, timeout: float = 20) -> list:
+    def __call__(self, function, *args, limit=60, timeout=20):
         """Raise :class:`RankError` if a rank raises, hangs or dies; the processes are then replaced."""
         replies = self._run(function, args, limit, timeout, together=True)
         if any(reply.failed for reply in replies):
@@ -91,7 +87,7 @@ class Ranks:
             raise _error_of(replies)
         return [reply.value() for reply in replies]
 
-    def fails(self, function: Callable, *args: Any, limit: float = 60, timeout: float = 20, fresh: bool = True) -> list:
+    def fails(self, function, *args, limit=60, timeout=20, fresh=True):
         """Return what each rank returned or the exception it raised (:class:`DeadRankError` if its process ended).
 
         `fresh`: replace the processes afterwards if a rank raised. A rank that hangs is a :class:`RankError` here too.
@@ -105,7 +101,7 @@ class Ranks:
             self.pool.stop()
         return values
 
-    def _run(self, function: Callable, args: tuple, limit: float, timeout: float, together: bool) -> list[Reply]:
+    def _run(self, function, args, limit, timeout, together):
         call = pickle.dumps((function, args))
         workers = self.pool.take(self.world)
         name = uuid.uuid4().hex
@@ -129,7 +125,7 @@ class Ranks:
         return [replies[worker.rank] for worker in workers]
 
 
-def _error_of(replies: list[Reply]) -> RankError:
+def _error_of(replies):
     failed = sorted((reply for reply in replies if reply.failed), key=lambda reply: reply.time)
     parts = [f"--- rank {reply.rank}: {type(e := reply.value()).__name__}: {e}\n{reply.details}" for reply in failed]
     return RankError("\n\n".join(parts))
@@ -138,7 +134,7 @@ def _error_of(replies: list[Reply]) -> RankError:
 class Worker:
     """The process of a rank, as the tests see it."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank, folder):
         self.rank, self._log, self._printed = rank, folder / uuid.uuid4().hex, 0
         self._log.touch()
         self.pipe, theirs = multiprocessing.Pipe()
@@ -146,13 +142,13 @@ class Worker:
         self._process.start()
         theirs.close()
 
-    def send(self, call: tuple) -> None:
+    def send(self, call):
         self._printed = self._log.stat().st_size
         # If it has died, receive() tells.
         with contextlib.suppress(BrokenPipeError):
             self.pipe.send(call)
 
-    def receive(self) -> Reply:
+    def receive(self):
         try:
             reply = self.pipe.recv()
         except (EOFError, ConnectionError):
@@ -165,15 +161,15 @@ class Worker:
         reply.details += self.output()
         return reply
 
-    def print_stacks(self) -> None:
+    def print_stacks(self):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
 
-    def output(self) -> str:
+    def output(self):
         """Return what the process printed since the call began."""
         return self._log.read_bytes()[self._printed :].decode(errors="replace")
 
-    def kill(self) -> None:
+    def kill(self):
         self._process.kill()
         self._process.join()
         self.pipe.close()

@@ -1,15 +1,13 @@
 """What people do by hand with ``torch.distributed``, on ``nn.Embedding`` and on ours: the same rows in each process."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._composable.replicate import replicate
-from weight_cases import Case, parse
+from weight_cases import parse
 from weight_world import run_code
 
 import speedtransfer as st
@@ -17,11 +15,7 @@ from ranks import pair
 from ranks.pair import DIM, ROWS, Net, ids, squares, told, wrap
 from ranks.run import on
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "": {},
-    "cached": {"cache_rows": 8},
-    "encoded": {"storage_dtype": torch.bfloat16, "dtype": torch.float32},
-}
+OPTIONS = {"": {}, "cached": {"cache_rows": 8}, "encoded": {"storage_dtype": torch.bfloat16, "dtype": torch.float32}}
 # Each is run on a net of torch and on ours; `wrapped` makes its wrapper.
 PROGRAMS = parse(
     "distributed",
@@ -160,11 +154,11 @@ for param in net.parameters():
 )
 
 
-def backward(model: Any, step: int = 0) -> None:
+def backward(model, step=0):
     squares(model, ids(step)).backward()
 
 
-def rows(make: Callable[..., Any], program: Case, **options: Any) -> Tensor:
+def rows(make, program, **options):
     torch.manual_seed(3)
     net = Net(make(ROWS, DIM, **options))
     with torch.no_grad():
@@ -175,7 +169,7 @@ def rows(make: Callable[..., Any], program: Case, **options: Any) -> Tensor:
     return net.emb.weight.detach().clone()
 
 
-def distances(options: dict[str, Any]) -> dict[str, float]:
+def distances(options):
     found = {}
     with torch.autograd.set_multithreading_enabled(False):
         for program in PROGRAMS:
@@ -192,7 +186,7 @@ def test_as_torch(two, options):
 
 
 @on(2)
-def test_rows_are_sent_both_ways_at_once() -> None:
+def test_rows_are_sent_both_ways_at_once():
     """Neither waits for the other's receipt, and rows of which there is a copy are not received in passing."""
     other, got = 1 - dist.get_rank(), torch.empty(ROWS, DIM)
     theirs = torch.full((ROWS, DIM), float(other))
@@ -209,9 +203,9 @@ def test_rows_are_sent_both_ways_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["sharded", "shared", "vocabulary"])
 @on(2)
-def test_rows_that_are_given_are_those_of_rank_0(kind: str) -> None:
+def test_rows_that_are_given_are_those_of_rank_0(kind):
     values = torch.arange(ROWS * DIM).view(ROWS, DIM) * 2.0 ** dist.get_rank()
-    options: dict[str, Any] = {"memory": "shared"} if kind == "shared" else {}
+    options = {"memory": "shared"} if kind == "shared" else {}
     if kind == "vocabulary":
         options["vocabulary"] = st.Vocabulary()
     made = st.Embedding.from_pretrained(values, process_group="world", **options)

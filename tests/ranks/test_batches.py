@@ -3,8 +3,6 @@
 import functools
 import itertools
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,21 +20,21 @@ from speedtransfer.ranks import equal_steps, ids_ahead
 class Broken:
     """Batches up to an error: the one that ends a training."""
 
-    def __init__(self, batches: int, raises: bool = True) -> None:
+    def __init__(self, batches, raises=True):
         self.batches, self.raises = batches, raises
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self):
         if self.batches < 0:
             raise OSError("the disk is gone")
         return self.numbers()
 
-    def numbers(self) -> Iterator[int]:
+    def numbers(self):
         yield from range(self.batches)
         if self.raises:
             raise OSError("the disk is gone")
 
 
-def train(steps: Any) -> list:
+def train(steps):
     """Make a step with each batch: its collective comes out wrong, or hangs, where the ranks are not at the same step."""
     seen = []
     for batch in steps:
@@ -48,14 +46,14 @@ def train(steps: Any) -> list:
 
 
 @on(3)
-def test_as_many_as_the_rank_with_fewest_in_every_epoch() -> None:
+def test_as_many_as_the_rank_with_fewest_in_every_epoch():
     for lengths in ([0, 3, 3], [4, 3, 5]):
         steps = equal_steps(list(range(lengths[dist.get_rank()])))
         for _ in range(2):
             assert train(steps) == list(range(min(lengths)))
 
 
-def catch(broken: list[int], batches: int, ranks: list[int] | None) -> list:
+def catch(broken, batches, ranks):
     group, said = None if ranks is None else dist.new_group(ranks), []
     if ranks is not None and dist.get_rank() not in ranks:
         assert "not in" in told(lambda: list(equal_steps([1], group)))
@@ -83,7 +81,7 @@ def test_loaders_that_raise_end_all_ranks(three, broken, batches, ranks):
 
 
 @on(2)
-def test_the_loop_may_be_left() -> None:
+def test_the_loop_may_be_left():
     """In every way that leaves it at the same step on all ranks."""
     steps = equal_steps(DataLoader(range(dist.get_rank(), 10), batch_size=1))
     assert [batch.item() - dist.get_rank() for batch in itertools.islice(steps, 3)] == [0, 1, 2]
@@ -94,11 +92,11 @@ def test_the_loop_may_be_left() -> None:
 
 
 @on(2)
-def test_nothing_is_under_way_after_the_loop_is_left() -> None:
+def test_nothing_is_under_way_after_the_loop_is_left():
     """Rank 1 has told what comes by when rank 0 has left the loop."""
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
 
-    def slow() -> Iterator[int]:
+    def slow():
         yield 0
         if rank == 1:
             time.sleep(0.3)
@@ -112,7 +110,7 @@ def test_nothing_is_under_way_after_the_loop_is_left() -> None:
 
 
 @on(2)
-def test_an_iterator_loses_no_batch() -> None:
+def test_an_iterator_loses_no_batch():
     """As it does not begin anew."""
     first = 10 * dist.get_rank()
     steps = equal_steps(itertools.count(first))
@@ -139,7 +137,7 @@ SIZES = (300, 40, 7)
 
 
 class Net(nn.Module):
-    def __init__(self, vocabulary: bool = False, **options: Any) -> None:
+    def __init__(self, vocabulary=False, **options):
         super().__init__()
         torch.manual_seed(3)
         each = [{"vocabulary": st.Vocabulary(seed=n)} if vocabulary else {} for n in SIZES]
@@ -147,14 +145,14 @@ class Net(nn.Module):
         self.tables = nn.ModuleList(st.Embedding(n, 4, **options, **e) for n, e in zip(SIZES, each, strict=True))
         self.out = nn.Linear(4, 1)
 
-    def ids_of(self, ids: torch.Tensor) -> list:
+    def ids_of(self, ids):
         return [(table, ids[:, i] % SIZES[i]) for i, table in enumerate(self.tables)]
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         return self.out(sum(table(some) for table, some in self.ids_of(ids)))
 
 
-def trained(depth: int, options: dict) -> tuple[list[torch.Tensor], int]:
+def trained(depth, options):
     """Train, with ids sent ahead if there is a `depth`; return all rows, and how many messages there were."""
     net = Net(**{name: value for name, value in options.items() if name != "repeats"})
     model = wrap(net)
@@ -191,7 +189,7 @@ CASES = {
 }
 
 
-def each(case: str, room: int) -> list:
+def each(case, room):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ids_ahead, "_STEP", room)
         return [trained(depth, CASES[case]) for depth in (0, 2)]
@@ -208,7 +206,7 @@ def test_same_bits_in_fewer_messages(two, case, room):
 
 
 @on(2)
-def test_messages_have_room_for_what_is_needed() -> None:
+def test_messages_have_room_for_what_is_needed():
     """After batches of several sizes, one of them much larger."""
     emb = st.Embedding(20_000, 4, process_group=dist.group.WORLD)
     exchange, found = emb._handle.owners.exchange, []
@@ -221,7 +219,7 @@ def test_messages_have_room_for_what_is_needed() -> None:
 
 
 @on(2)
-def test_nobody_waits_for_ids_ahead() -> None:
+def test_nobody_waits_for_ids_ahead():
     """The first process sends its ids, the other waits until it has gone on; nobody waits for ids that come."""
     emb = st.Embedding(50, 4, process_group=dist.group.WORLD)
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import ProcessGroupError, StorageError
 
 
-def listing(path: Path) -> dict[str, bytes]:
+def listing(path):
     return {name: (path / name).read_bytes() for name in os.listdir(path)} if path.exists() else {}
 
 
-def save_where_one_cannot(path: Path, old: bool, rank: int, size: int) -> list:
+def save_where_one_cannot(path, old, rank, size):
     job = Job(EXACT).train(2)
     job.note = "x" * 40_000
     if old:
@@ -61,11 +60,11 @@ def test_a_disk_that_is_full_in_one_process(old, rank, size, two, tmp_path):
         assert ("cannot save to" if each == rank else f"rank {rank} failed where it saves") in words
 
 
-def state_of(job: Job) -> list:
+def state_of(job):
     return [{k: v.tolist() for k, v in job.planes().items()}, torch.get_rng_state().tolist(), job.scheduler.last_epoch]
 
 
-def refuse(path: Path, folders: list[str]) -> str:
+def refuse(path, folders):
     job = Job(EXACT, seed=8).train(2)
     before = state_of(job)
     with pytest.raises((StorageError, ProcessGroupError)) as raised:
@@ -103,7 +102,7 @@ def test_damage_is_refused_by_all(case, two, three, tmp_path):
         assert re.search(word, said), said
 
 
-def load_while_saved(path: Path) -> list:
+def load_while_saved(path):
     """Rank 1 still opens the checkpoint before."""
     found, opened = [], load.open_checkpoint
 

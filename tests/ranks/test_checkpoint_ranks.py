@@ -6,7 +6,6 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,18 +14,18 @@ import torch.distributed as dist
 from cases import take_step
 from safetensors.torch import load_file
 from sweeps import few
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net, Setup
+from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, SPLIT24, Job, Net
 from ranks.pair import DIM, Pair, told
 from ranks.run import on
 from ranks.test_vocabulary_ranks import Parts, batch, compared, embedding, evaluate, loss
 from speedtransfer.vocabulary.contents import rows_here
 
 
-def with_options(**options) -> Setup:
+def with_options(**options):
     return dataclasses.replace(EXACT, options=(*EXACT.options, *options.items()))
 
 
@@ -74,7 +73,7 @@ exact sharded 2 > cache sharded 3
 """.strip().splitlines()
 
 
-def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict | None = None) -> None:
+def assert_alike(ours, wanted, start=None):
     """Bit for bit; or, with the values at the start, to rounding of how far they have moved."""
     assert ours.keys() == wanted.keys()
     for name, value in ours.items():
@@ -87,13 +86,13 @@ def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
             assert float((value - wanted[name]).abs().max()) <= 1e-10 * moved, name
 
 
-def save_and_go_on(setup: Setup, path: Path, steps: int = 4) -> list:
+def save_and_go_on(setup, path, steps=4):
     # The learning rate changes at the third step and at the sixth.
     job = Job(setup).train(steps).save(path)
     return [job.planes(), job.train(3).planes()]
 
 
-def load_and_go_on(setup: Setup, path: Path, steps: int = 4) -> list:
+def load_and_go_on(setup, path, steps=4):
     job = Job(setup, seed=8).load(path)
     assert job.done == steps
     assert job.scheduler.last_epoch == steps
@@ -132,7 +131,7 @@ def test_before_the_first_step(optimizer, two, tmp_path):
     assert_alike(went_on, later)
 
 
-def beside_fsdp(path: Path, saves: bool) -> list[torch.Tensor]:
+def beside_fsdp(path, saves):
     """Train a table beside a dense part that ``fully_shard`` has shared out, from a checkpoint on."""
     # Takes half a second of every process.
     from torch.distributed.fsdp import fully_shard
@@ -163,15 +162,15 @@ def test_beside_a_dense_part_of_fsdp(two, three, tmp_path):
 # --- generators, and what is saved of which process -----------------------------------------------------------------------
 
 
-def draws(job: Job) -> list[float]:
+def draws(job):
     return [random.random(), np.random.rand(), float(torch.rand(1)), float(torch.rand(1, generator=job.generator))]
 
 
-def save_then_draw(path: Path) -> list[float]:
+def save_then_draw(path):
     return draws(Job(EXACT).train(1).save(path))
 
 
-def load_then_draw(path: Path) -> list[float]:
+def load_then_draw(path):
     return draws(Job(EXACT, seed=8).load(path))
 
 
@@ -217,7 +216,7 @@ SAVES = {
 }
 
 
-def share(step: int, rank: int) -> tuple[Tensor, ...]:
+def share(step, rank):
     """Return a batch of which any number of processes have shares."""
     world = dist.get_world_size()
     parts = [batch(step, part, 300) for part in range(rank * SHARES // world, (rank + 1) * SHARES // world)]
@@ -225,7 +224,7 @@ def share(step: int, rank: int) -> tuple[Tensor, ...]:
     return ids, weights * world
 
 
-def resumed(folder: str | None, save_as: str | None, parts: bool = False, **options: Any) -> float:
+def resumed(folder, save_as, parts=False, **options):
     """Train, from a checkpoint on if one is given, and return how far that is from one process that trains on."""
     one = Parts(dist.get_world_size(), **options) if parts else embedding(shared=False, **options)
     pair = Pair(embedding(**options), one, torch.optim.AdamW, loss=loss, batch=share, at_once=True)
@@ -269,7 +268,7 @@ def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name, worlds):
 
 
 @on(2)
-def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+def test_what_does_not_fit_changes_nothing(tmp_path):
     """Into a vocabulary without room for so many ids, which stays as it was; into one with another padding, or none."""
     folder = str(tmp_path / "run")
     resumed(None, folder, capacity=60, max_capacity=400, idle="exact")
@@ -280,7 +279,7 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     assert "make the module with vocabulary=st.Vocabulary()" in told(lambda: st.load_checkpoint(folder, plain))
 
 
-def from_plain(folder: str) -> Tensor:
+def from_plain(folder):
     emb, every = embedding(40, dtype=torch.float32, padding_idx=None), np.arange(40)
     st.load_checkpoint(folder, emb)
     assert np.array_equal(emb.vocabulary.rows(every).numpy() >= 0, emb._handle.id_space.owners.owns(every))

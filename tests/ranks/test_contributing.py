@@ -4,14 +4,13 @@ import re
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import take_step
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
@@ -26,7 +25,7 @@ IDS = torch.tensor([40, 7, 1 << 40, 100, 3, -5])
 BATCHES = [torch.tensor([[7, 3], [7, -5]]), torch.tensor([[1 << 40, 7], [40, 40]]), torch.tensor([[3, 3], [100, 7]])]
 
 
-def module_of(name: str, source: str) -> Any:
+def module_of(name, source):
     """Return a block of the page as a module, which pickles find."""
     made = sys.modules.get(name) or types.ModuleType(name)
     if name not in sys.modules:
@@ -35,14 +34,14 @@ def module_of(name: str, source: str) -> Any:
     return made
 
 
-def number(ids: torch.Tensor) -> torch.Tensor:
+def number(ids):
     return (ids.unsqueeze(-1) == IDS).int().argmax(-1)
 
 
 # --- listed ids -----------------------------------------------------------------------------------------------------------
 
 
-def pair(kind: str, padding: int | None = None, **options: Any) -> tuple[Any, Any]:
+def pair(kind, padding=None, **options):
     """Return a module that looks listed ids up, and one of torch by row numbers."""
     row = None if padding is None else int(number(torch.tensor(padding)))
     made = module_of("listed_ids", LISTED).listed(getattr(st, kind)(len(IDS), 4, **options), IDS, padding)
@@ -54,7 +53,7 @@ def pair(kind: str, padding: int | None = None, **options: Any) -> tuple[Any, An
     return made, torch_kind
 
 
-def train(module: Any, wanted: nn.Module) -> None:
+def train(module, wanted):
     opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, wanted)]
     for batch in BATCHES:
         ours, theirs = module(batch), wanted(number(batch))
@@ -92,7 +91,7 @@ def test_what_takes_ids_for_row_numbers_is_refused():
 
 
 @on(2)
-def test_listed_ids_that_processes_share_out() -> None:
+def test_listed_ids_that_processes_share_out():
     module = module_of("listed_ids", LISTED).listed(table("sharded", len(IDS), 4), IDS, 3)
     wanted = nn.Embedding(len(IDS), 4, padding_idx=int(number(torch.tensor(3))), dtype=torch.float64)
     wanted.weight.data.copy_(rows_of(module))
@@ -112,7 +111,7 @@ def test_listed_ids_that_processes_share_out() -> None:
 
 @pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
 @on(2)
-def test_averaged_copies(steps: int, period: int) -> None:
+def test_averaged_copies(steps, period):
     """As copies of torch, which train apart and are averaged."""
     torch.manual_seed(dist.get_rank())
     module = st.Embedding(50, 4, dtype=torch.float64)
@@ -137,17 +136,17 @@ class Pulls(nn.Module):
 
     SHAPES = [(3, 5), (9,), (2, 3, 4), (), (0,), (3, 5), (16, 2)]
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype):
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in self.SHAPES)
 
-    def forward(self, grads: list[Tensor]) -> Tensor:
+    def forward(self, grads):
         return sum((weight * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
 
 
 @pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
 @on(3)
-def test_what_one_bit_does_not_send_it_keeps(dtype: torch.dtype, margin: float) -> None:
+def test_what_one_bit_does_not_send_it_keeps(dtype, margin):
     draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in range(6)]
     steps = [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
     # In several buckets, which are others after the first step.
@@ -175,9 +174,9 @@ def test_what_one_bit_does_not_send_it_keeps(dtype: torch.dtype, margin: float) 
 PERIOD, WARMUP = 2, 1
 
 
-def expected(momentum: float, steps: int) -> list[float]:
+def expected(momentum, steps):
     """A value of the model after each average, where rank r adds (r + 1) times the number of the step."""
-    found: list[float] = []
+    found = []
     model = move = since = 0.0
     for step in range(steps):
         since += (step + 1) * (dist.get_world_size() + 1) / 2
@@ -191,7 +190,7 @@ def expected(momentum: float, steps: int) -> list[float]:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @on(3)
-def test_moves_by_the_formula(momentum: float) -> None:
+def test_moves_by_the_formula(momentum):
     weight, table = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), st.Embedding(3, 2)
     table.table.torch().fill_(dist.get_rank())
     averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)

@@ -16,14 +16,7 @@ from ranks.pair import wrap
 from speedtransfer.nn.sizing import table_size
 from speedtransfer.planning.hosts import row_form
 from speedtransfer.ranks import Partition, exchange_of
-from speedtransfer.ranks.cost import (
-    RowCounts,
-    StepCost,
-    expected_counts,
-    replicas_step,
-    sharded_step,
-    shared_step,
-)
+from speedtransfer.ranks.cost import RowCounts, StepCost, expected_counts, replicas_step, sharded_step, shared_step
 from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 
@@ -45,7 +38,7 @@ class Tables:
     def options(self):
         return {name: getattr(self, name) for name in ("idle", "storage_dtype", "state_dtype", "scale_block")}
 
-    def made(self, kind: str) -> list[st.Embedding]:
+    def made(self, kind):
         options = self.options()
         if kind != "replicas":
             options |= {"process_group": dist.group.WORLD, "comm_dtype": self.comm_dtype}
@@ -70,12 +63,12 @@ CASES = {
 }
 
 
-def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
+def ids_of(step, rank, number):
     draw = torch.Generator().manual_seed(10_000 * step + 100 * rank + number)
     return (torch.rand(40 + 7 * rank, generator=draw) ** 3 * ROWS).long()
 
 
-def expected(kind: str, tables: Tables, world: int, rank: int, step: int, training: bool = True) -> StepCost:
+def expected(kind, tables, world, rank, step, training=True):
     """The cost by the numbers of rows of each lookup, from the ids of all ranks and the partition alone."""
     partition, counts = Partition(ROWS, world), []
     for n in range(tables.count):
@@ -94,7 +87,7 @@ def expected(kind: str, tables: Tables, world: int, rank: int, step: int, traini
     return (shared_step if kind == "shared" else replicas_step)(counts, world)
 
 
-def so_far(embs) -> StepCost:
+def so_far(embs):
     """What has been sent and moved."""
     sent = StepCost(**dataclasses.asdict(exchange_of(dist.group.WORLD).traffic))
     stats = [(emb.table.local if hasattr(emb.table, "local") else emb.table).stats() for emb in embs]
@@ -102,7 +95,7 @@ def so_far(embs) -> StepCost:
     return dataclasses.replace(sent, bus_up=up, bus_down=down)
 
 
-def watch(embs, step_of, steps: int = 3) -> list[StepCost]:
+def watch(embs, step_of, steps=3):
     """What each step after the first sends and moves."""
     counts = [dataclasses.astuple(so_far(embs))]
     for step in range(steps):
@@ -112,16 +105,16 @@ def watch(embs, step_of, steps: int = 3) -> list[StepCost]:
 
 
 class Sum(torch.nn.Module):
-    def __init__(self, embs: list[st.Embedding]) -> None:
+    def __init__(self, embs):
         super().__init__()
         self.embs, self.dense = torch.nn.ModuleList(embs), torch.nn.Linear(1, 1)
 
-    def forward(self, step: int) -> torch.Tensor:
+    def forward(self, step):
         found = sum(emb(ids_of(step, dist.get_rank(), n)).square().sum() for n, emb in enumerate(self.embs))
         return found * self.dense(torch.ones(1, 1)).sum().to(found)
 
 
-def run(kind: str, names: list[str]) -> dict[str, tuple[list[StepCost], StepCost]]:
+def run(kind, names):
     found = {}
     for name in names:
         embs = CASES[name].made(kind)
@@ -132,7 +125,7 @@ def run(kind: str, names: list[str]) -> dict[str, tuple[list[StepCost], StepCost
     return found
 
 
-def sent_of(cost: StepCost) -> StepCost:
+def sent_of(cost):
     return dataclasses.replace(cost, bus_up=0, bus_down=0)
 
 
@@ -173,12 +166,12 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert sharded_step([], 4) == StepCost()
 
 
-def counts_of(unique: float, ranks: int) -> RowCounts:
+def counts_of(unique, ranks):
     return expected_counts(row_form(table_size(1, 64, idle="lazy")), unique, 1.0, ranks)
 
 
 def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
-    def delays(unique: float, ranks: int, tables: int = 1) -> int:
+    def delays(unique, ranks, tables=1):
         return sharded_step([counts_of(unique, ranks)] * tables, ranks).delays
 
     # A meeting, ids and rows; a meeting and gradients. Each to each process is ready, and then sends.
@@ -195,7 +188,7 @@ def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
 NUM_ROWS = some.one_of(some.integers(0, 40), some.integers(4000, 4200), some.integers(0, 30_000))
 
 
-def owners(partition: Partition, ids: torch.Tensor) -> torch.Tensor:
+def owners(partition, ids):
     return partition.places(ids) // partition.per_rank
 
 
@@ -245,7 +238,7 @@ def test_a_bucket_is_every_so_many_th_row(num_rows):
         assert int(bucket[-1]) + BUCKETS >= num_rows
 
 
-def load(ids: torch.Tensor, ranks: int, num_rows: int = MANY) -> float:
+def load(ids, ranks, num_rows=MANY):
     """The rows that the busiest owner is asked for, over the mean."""
     asked = torch.bincount(owners(Partition(num_rows, ranks), ids), minlength=ranks).double()
     return float(asked.max() / asked.mean())
@@ -263,7 +256,7 @@ def test_frequent_rows_spread(ranks):
         assert load(torch.arange(0, 10 * MANY, stride), ranks, 10 * MANY) <= 1.06
 
 
-def draw(rng: np.random.Generator, rows: int, exponent: float, lookups: int) -> np.ndarray:
+def draw(rng, rows, exponent, lookups):
     below = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
     return np.unique(np.searchsorted(below / below[-1], rng.random(lookups)))
 

@@ -1,11 +1,8 @@
 """Deltas of vocabularies that several processes share out: saved by any number, applied by any, by id; if one is killed."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ from speedtransfer.tables import files
 from speedtransfer.vocabulary import owners_of
 
 # Options of the module, and of its vocabulary.
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+FORMS = {
     "lazy": ({"idle": "lazy"}, {"evict": "lru", "max_capacity": 60}),
     "exact": ({"idle": "exact", "padding_idx": 7}, {"unseen": "row", "admit": 2, "max_capacity": 400}),
     "int8": ({"storage_dtype": torch.int8, "idle": "lazy"}, {"max_capacity": 400}),
@@ -35,7 +32,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 class Ids(nn.Module):
     """Rows of ids, some of which go, of one feature and of two; and what is the same in all processes."""
 
-    def __init__(self, form: str, group: bool, seed: int, **settings: Any) -> None:
+    def __init__(self, form, group, seed, **settings):
         torch.manual_seed(seed)
         super().__init__()
         options = {"process_group": dist.group.WORLD} if group else {}
@@ -55,7 +52,7 @@ class World:
 
     objects: dict[str, Any] = {}
 
-    def __init__(self, form: str, group: bool, with_state: bool = True, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, form, group, with_state=True, seed=0, **settings):
         self.group, self.by_places = group, with_state and not group
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         self.net = Ids(form, group, seed, **settings)
@@ -63,7 +60,7 @@ class World:
         self.optimizer = torch.optim.AdamW([param for table in tables for param in table.parameters()], lr=0.1)
         self.opt, self.done = self.optimizer if with_state else None, 0
 
-    def train(self, steps: int) -> World:
+    def train(self, steps):
         for _ in range(steps):
             draw = torch.Generator().manual_seed(self.done)
             ids = (torch.randint(0, 30, (24,), generator=draw) + 10 * self.done)[self.rank :: self.ranks]
@@ -77,7 +74,7 @@ class World:
             self.net.head.bias += 1.0
         return self
 
-    def change(self, number: int = 2) -> None:
+    def change(self, number=2):
         """Later forget some ids, and set the rows of others; of these some are new."""
         if number < 2:
             return
@@ -88,9 +85,9 @@ class World:
         else:
             self.net.emb.vocabulary.update([], torch.empty(0, 5))
 
-    def look(self) -> list[Any]:
+    def look(self):
         """Return what is known of ids, whatever rows they have; the same in all processes."""
-        found: list[Any] = [value.tolist() for value in self.net.head.state_dict().values()]
+        found = [value.tolist() for value in self.net.head.state_dict().values()]
         for vocabulary in (self.net.emb.vocabulary, self.net.many.vocabulary):
             parts: list[Any] = [vocabulary.export()]
             if self.group:
@@ -105,7 +102,7 @@ class World:
         self.net.train()
         return found
 
-    def drawn(self) -> list[float]:
+    def drawn(self):
         return []
 
 
@@ -125,7 +122,7 @@ lazy 2 > 3 state
 
 
 @pytest.mark.parametrize("case", few(CASES, *CASES[:4]))
-def test_ids_saved_by_some_followed_by_others(case: str, pool: Any, tmp_path: Path) -> None:
+def test_ids_saved_by_some_followed_by_others(case, pool, tmp_path):
     form, before, _, after, *more = case.split()
     ends = [(int(world), functools.partial(World, form, world != "0", bool(more))) for world in (before, after)]
     if before != after:
@@ -137,7 +134,7 @@ def test_ids_saved_by_some_followed_by_others(case: str, pool: Any, tmp_path: Pa
     assert len(first[0][3][1][2]) > 10
 
 
-def of_one_process(folder: Path) -> str:
+def of_one_process(folder):
     """Rows with their state by places, which several processes do not have."""
     world = World("lazy", True)
     before = world.look()
@@ -146,7 +143,7 @@ def of_one_process(folder: Path) -> str:
     return said
 
 
-def go_on_from_one(folder: Path) -> list[Any]:
+def go_on_from_one(folder):
     world = World("lazy", True)
     st.load_checkpoint(folder / "base", world.net, world.opt)
     mark, world.done = st.mark(world.net, world.opt), 2
@@ -155,13 +152,13 @@ def go_on_from_one(folder: Path) -> list[Any]:
     return [mark.fingerprints, world.look()]
 
 
-def as_merged(folder: Path) -> list[Any]:
+def as_merged(folder):
     world = World("lazy", True)
     st.load_checkpoint(folder / "merged", world.net, world.opt)
     return [st.mark(world.net, world.opt).fingerprints, world.look()]
 
 
-def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) -> None:
+def test_state_of_one_process_is_refused_by_several(two, tmp_path):
     lead(functools.partial(World, "lazy", False), tmp_path)
     for said in two(of_one_process, tmp_path):
         assert "by the places that they have in one process, but several share them out here" in said
@@ -175,7 +172,7 @@ def test_state_of_one_process_is_refused_by_several(two: Any, tmp_path: Path) ->
 
 
 @on(2)
-def test_a_process_without_room(tmp_path: Path) -> None:
+def test_a_process_without_room(tmp_path):
     """One process has no room for the ids that come; nothing changes in any."""
     world = World("lazy", True, max_capacity=60, evict="lru")
     ids = np.arange(10_000)
@@ -198,7 +195,7 @@ def test_a_process_without_room(tmp_path: Path) -> None:
 # --- a process is killed as several save a delta, or apply one: what was whole stays, and others say what happened ----------
 
 # When a process of two is killed: which one, whether the delta is there then, and what it does not do, or last of all.
-MOMENTS: dict[str, tuple[int, bool, Any, str]] = {
+MOMENTS = {
     "it marks what there is now": (1, False, save_deltas, "contents_of"),
     "rows go to the first": (1, False, save_deltas.ChangedRows, "gather"),
     "the file is written": (0, False, os, "replace"),
@@ -207,7 +204,7 @@ MOMENTS: dict[str, tuple[int, bool, Any, str]] = {
 }
 
 
-def save_and_die(folder: Path, moment: str) -> str:
+def save_and_die(folder, moment):
     world = World("lazy", True).train(2)
     st.save_checkpoint(folder / "base", world.net)
     mark = st.mark(world.net)
@@ -226,7 +223,7 @@ def save_and_die(folder: Path, moment: str) -> str:
     return told(lambda: st.save_delta(folder / "2.safetensors", world.net, mark))
 
 
-def follow_what_is_there(folder: Path) -> list[Any]:
+def follow_what_is_there(folder):
     world, paths = World("lazy", True), sorted(folder.glob("*.safetensors"))
     st.load_checkpoint(folder / "base", world.net)
     for path in paths:
@@ -237,10 +234,9 @@ def follow_what_is_there(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "moment",
-    [pytest.param(it, marks=() if it == "the file is written" else pytest.mark.slow) for it in MOMENTS],
+    "moment", [pytest.param(it, marks=() if it == "the file is written" else pytest.mark.slow) for it in MOMENTS]
 )
-def test_killed_and_followed_anew(moment: str, two: Any, tmp_path: Path) -> None:
+def test_killed_and_followed_anew(moment, two, tmp_path):
     (rank, is_there, *_), before = MOMENTS[moment], tmp_path / "base" / "manifest.json"
     ends = two.fails(save_and_die, tmp_path, moment, timeout=6)
     assert isinstance(ends[rank], DeadRankError)

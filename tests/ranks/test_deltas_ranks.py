@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from sweeps import few
 from test_merge import files_of
 
 import speedtransfer as st
-from ranks.checkpoint_job import EXACT, SMALL, Job, Setup
+from ranks.checkpoint_job import EXACT, SMALL, Job
 from ranks.pair import told
 from ranks.test_checkpoint_ranks import draws
 from speedtransfer.tables import chunks
@@ -33,15 +31,15 @@ class Leader(Job):
 
     by_places = False
 
-    def __init__(self, setup: Setup, with_state: bool, seed: int = 7) -> None:
+    def __init__(self, setup, with_state, seed=7):
         super().__init__(setup, seed)
         self.opt = self.optimizer if with_state else None
         self.objects = self.objects if with_state else {}
 
-    def change(self, number: int) -> None:
+    def change(self, number):
         draws(self)
 
-    def look(self) -> list[Any]:
+    def look(self):
         planes = self.planes().items()
         return [
             [name, v.dtype, v.tolist()]
@@ -49,14 +47,14 @@ class Leader(Job):
             if self.opt or name.startswith("dense") or "weight" in name
         ]
 
-    def drawn(self) -> list[float]:
+    def drawn(self):
         return draws(self) if self.opt else []
 
 
 DELTAS = (0, 1, 2, 1)
 
 
-def lead(make: Callable[..., Any], folder: Path) -> list[Any]:
+def lead(make, folder):
     """Save a base and deltas of a training; return what there is after each, and after more steps."""
     one, found = make().train(2), list[Any]()
     st.save_checkpoint(folder / "base", one.net, one.opt, **one.objects)
@@ -71,11 +69,11 @@ def lead(make: Callable[..., Any], folder: Path) -> list[Any]:
     return [*found, one.train(2).look(), drawn]
 
 
-def follow(make: Callable[..., Any], folder: Path) -> list[Any]:
+def follow(make, folder):
     """Apply what `lead` has saved; return the same of it."""
     one, other, known, found = make(seed=8), make(seed=9), None, list[Any]()
 
-    def apply(to: Any, number: int, known: Any = None) -> Any:
+    def apply(to, number, known=None):
         return st.apply_delta(folder / f"{number}.safetensors", to.net, known, to.opt, **to.objects)
 
     st.load_checkpoint(folder / "base", one.net, one.opt, **one.objects)
@@ -102,7 +100,7 @@ def follow(make: Callable[..., Any], folder: Path) -> list[Any]:
     return [*found, one.train(2).look(), drawn]
 
 
-def check_followed(pool: Any, folder: Path, *ends: tuple[int, Callable[..., Any]]) -> tuple[list[Any], list[Any]]:
+def check_followed(pool, folder, *ends):
     """Have one of `ends`, of so many processes, followed by the other; return what each process of both has."""
     found = []
     for function, (world, make) in zip((lead, follow), ends, strict=True):
@@ -128,7 +126,7 @@ def check_followed(pool: Any, folder: Path, *ends: tuple[int, Callable[..., Any]
         ("int8 shared 2 > int8 sharded 3", True),
     ),
 )
-def test_saved_by_some_applied_by_others(case: str, with_state: bool, pool: Any, tmp_path: Path) -> None:
+def test_saved_by_some_applied_by_others(case, with_state, pool, tmp_path):
     forms = [text.split() for text in case.split(" > ")]
     makes = [functools.partial(Leader, SETUPS[name].of(kind), with_state) for name, kind, _ in forms]
     worlds = [int(world) for _, _, world in forms]
@@ -139,7 +137,7 @@ def test_saved_by_some_applied_by_others(case: str, with_state: bool, pool: Any,
     assert [each[-1] for each in second] == (drawn + drawn[:1] * 3)[: len(second)]
 
 
-def go_on(setup: Setup, folder: Path, number: int) -> None:
+def go_on(setup, folder, number):
     job = Job(setup)
     if number:
         job.load(folder / f"full{number - 1}")
@@ -150,7 +148,7 @@ def go_on(setup: Setup, folder: Path, number: int) -> None:
     job.train(int(not number)).save(folder / f"full{number}")
 
 
-def test_merged_at_changing_numbers_of_processes(two: Any, three: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_merged_at_changing_numbers_of_processes(two, three, tmp_path, monkeypatch):
     three(go_on, SETUPS["exact"], tmp_path, 0)
     two(go_on, SETUPS["exact"], tmp_path, 1)
     go_on(SETUPS["exact"].of("one"), tmp_path, 2)

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -74,7 +73,7 @@ def alone(tmp_path_factory):
     return losses(end(torchrun(TRAIN, "run", "--steps", "300", folder=tmp_path_factory.mktemp("alone"))))
 
 
-def check(printed: str, alone: dict[int, float], last: int) -> None:
+def check(printed, alone, last):
     found = losses(printed)
     assert max(found) == last, printed
     assert found == pytest.approx({step: alone[step] for step in found}, rel=1e-4)
@@ -122,7 +121,7 @@ echo 127.0.0.1
 """
 
 
-def slurm(folder: Path, srun: str, **env: str) -> subprocess.Popen[str]:
+def slurm(folder, srun, **env):
     """Run the batch script where `srun` starts two processes here."""
     shutil.copy(TRAIN, folder)
     (folder / "bin").mkdir()

@@ -4,8 +4,6 @@ import gc
 import os
 import time
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,13 @@ KINDS = pytest.mark.parametrize("kind", ["sharded", "shared"])
 class Several(nn.Module):
     """Lookups of several tables, whose messages must come in one order: also of one whose result is not used."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__()
         self.rows = table(kind, max_norm=1.5 if kind == "sharded" else None)
         self.bag = table(kind, make=st.EmbeddingBag, mode="sum")
         self.features = table(kind, {"user": 30, "item": 9}, DIM, make=st.MultiEmbedding)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         bags = self.bag(ids.view(2, -1)).square().sum()
         self.rows(ids // 2)
         found = self.features({"user": ids % 30, "item": ids[:2] % 9})
@@ -50,7 +48,7 @@ class Several(nn.Module):
     ],
 )
 @on(2, limit=300, timeout=150)
-def test_compiled_lookups_keep_their_order(kind: str, backend: str) -> None:
+def test_compiled_lookups_keep_their_order(kind, backend):
     found = []
     # Of torch: inductor's own use of torch.jit.
     warnings.filterwarnings("ignore", ".*torch.jit.*is deprecated", DeprecationWarning)
@@ -68,7 +66,7 @@ def test_compiled_lookups_keep_their_order(kind: str, backend: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
-def replaced(kind: str) -> None:
+def replaced(kind):
     model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.EmbeddingBag(ROWS, DIM))
     wanted = [each.weight.detach().clone() for each in model]
     options = {"memory": "shared"} if kind == "shared" else {}
@@ -79,7 +77,7 @@ def replaced(kind: str) -> None:
             assert f"rank {dist.get_rank()} of 2" in shown
 
 
-def sharded_table(kind: str) -> None:
+def sharded_table(kind):
     emb, rank, ranks = table(kind), dist.get_rank(), dist.get_world_size()
     own = torch.arange(rank, ROWS, ranks)
     emb.table.scatter(own, own.unsqueeze(1).expand(-1, DIM).double())
@@ -95,7 +93,7 @@ def sharded_table(kind: str) -> None:
     assert torch.equal(rows_of(emb), before)
 
 
-def read_late(kind: str) -> None:
+def read_late(kind):
     """Rows that rank 1 reads after backward, while others may step already, are those before the step."""
     pair = tables(kind)
     before = rows_of(pair.ours)
@@ -108,7 +106,7 @@ def read_late(kind: str) -> None:
     assert torch.equal(seen, before)
 
 
-def collected_by_one(kind: str) -> None:
+def collected_by_one(kind):
     """Models that one process has collected, and another not."""
     gc.disable()
     try:
@@ -125,7 +123,7 @@ def collected_by_one(kind: str) -> None:
         gc.enable()
 
 
-def open_table(kind: str) -> None:
+def open_table(kind):
     pair = tables(kind)
     pair.cycle = pair
     pair.backward()
@@ -141,12 +139,12 @@ def test_modules_and_tables(two, kind):
 
 @KINDS
 @on(2)
-def test_nothing_is_left_of_tables(kind: str) -> None:
-    def make() -> None:
+def test_nothing_is_left_of_tables(kind):
+    def make():
         pair = tables(kind, torch.optim.Adam)
         take_step(pair.opt, pair)
 
-    def counts() -> tuple[int, ...]:
+    def counts():
         gc.collect()
         with open("/proc/self/maps") as maps:
             mapped = sum("memfd" in line for line in maps)
@@ -164,7 +162,7 @@ def test_nothing_is_left_of_tables(kind: str) -> None:
 
 
 @on(2)
-def test_all_rows_come_to_the_first_of_the_group() -> None:
+def test_all_rows_come_to_the_first_of_the_group():
     # In it the last process is the first.
     group = dist.new_group([1])
     if dist.get_rank():
@@ -173,7 +171,7 @@ def test_all_rows_come_to_the_first_of_the_group() -> None:
 
 @pytest.mark.parametrize("memory", ["pageable", "shared"])
 @on(2)
-def test_a_group_that_was_destroyed_but_is_kept(memory: str, tmp_path: Path) -> None:
+def test_a_group_that_was_destroyed_but_is_kept(memory, tmp_path):
     group = dist.new_group()
     net = nn.Sequential(st.Embedding(ROWS, DIM, process_group=group, memory=memory), nn.Linear(DIM, 1))
     dist.destroy_process_group(group)
@@ -187,14 +185,14 @@ def test_a_group_that_was_destroyed_but_is_kept(memory: str, tmp_path: Path) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="messages would be on the device")
 @on(2)
-def test_without_cuda_messages_are_on_the_host() -> None:
+def test_without_cuda_messages_are_on_the_host():
     group = dist.new_group(backend="cpu:gloo")
     assert dist.get_backend(group) != "gloo"
     emb = st.Embedding(20, 4, process_group=group, device="cpu")
     opt = torch.optim.AdamW(emb.parameters())
     take_step(opt, emb(torch.arange(dist.get_rank() + 3)).sum())
     assert exchange_of(group).on_host
-    rows: list[Any] = [None] * 2
+    rows = [None] * 2
     dist.all_gather_object(rows, emb(torch.arange(20)).detach())
     assert torch.equal(*rows)
 
@@ -203,7 +201,7 @@ def test_without_cuda_messages_are_on_the_host() -> None:
 
 
 @on(2)
-def test_full_state_dict_of_fewer_rows_than_ranks() -> None:
+def test_full_state_dict_of_fewer_rows_than_ranks():
     # The last rank has no rows of one chunk.
     ours, one = (table(kind, 1, DIM, dtype=torch.float32, storage_dtype=torch.bfloat16) for kind in ("sharded", "one"))
     found = st.full_state_dict(ours)

@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,26 +22,26 @@ STEPS, ODD = 5, 2
 class Tables(nn.Module):
     """One table or two, of which a batch may lack one."""
 
-    def __init__(self, kind: str, count: int) -> None:
+    def __init__(self, kind, count):
         super().__init__()
         self.tables = nn.ModuleList(table(kind) for _ in range(count))
         self.out = nn.Linear(DIM, 1, dtype=torch.float64)
 
-    def forward(self, ids: torch.Tensor, count: int = 2) -> torch.Tensor:
+    def forward(self, ids, count=2):
         return self.out(sum(emb(ids) for emb in self.tables[:count])).square().sum()
 
 
 class Run:
     """Tables in training; under DistributedDataParallel if `wrapped`."""
 
-    def __init__(self, kind: str, wrapped: bool, optimizer: Any = torch.optim.AdamW, rate: Any = 0.05) -> None:
+    def __init__(self, kind, wrapped, optimizer=torch.optim.AdamW, rate=0.05):
         self.net, wraps = Tables(kind, 1 + wrapped), wrapped or kind == "replicas"
         self.emb = self.net.tables[0]
         self.model = wrap(self.net, find_unused_parameters=wrapped) if wraps else self.net
         self.opt = optimizer(self.net.parameters() if wraps else self.emb.parameters(), lr=rate)
 
-    def step(self, number: int, leaves: str = "") -> None:
-        def reach(place: str) -> None:
+    def step(self, number, leaves=""):
+        def reach(place):
             if leaves == f"killed at {place}":
                 # When the other one has made its steps.
                 time.sleep(0.2)
@@ -62,12 +60,12 @@ class Run:
         if leaves not in ("step", "all", "backward that raises"):
             self.opt.step()
 
-    def steps(self, *numbers: int) -> None:
+    def steps(self, *numbers):
         for number in numbers:
             self.step(number)
 
 
-def at_odds(kind: str, wrapped: bool, what: str, folder: Path) -> None:
+def at_odds(kind, wrapped, what, folder):
     """Train; in the third step rank 1 does something else, leaves something out, is interrupted or killed."""
     optimizer = torch.optim.Adam if what == "optimizer" and dist.get_rank() else torch.optim.AdamW
     run = Run(kind, wrapped, optimizer, torch.tensor(0.1) if what == "rate in a tensor" else 0.1)

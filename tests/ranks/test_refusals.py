@@ -6,8 +6,6 @@ import os
 import pickle
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -165,19 +163,19 @@ job.optimizer.load_state_dict({"state": {}, "param_groups": []}) -> are owned by
 """.replace("\n->", " ->")
 
 
-def known(seed: int = 5, capacity: int = 20, **options: Any) -> Any:
+def known(seed=5, capacity=20, **options):
     names = ("admit", "evict", "unseen", "initial", "on_evict")
     given = {name: options.pop(name) for name in names if name in options}
     vocabulary = st.Vocabulary(seed=seed, **given)
     return st.Embedding(capacity, DIM, vocabulary=vocabulary, process_group=dist.group.WORLD, **options)
 
 
-def enter(context: Any) -> None:
+def enter(context):
     with context:
         pass
 
 
-def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
+def of_tables(kind):
     pair = tables(kind)
     pair.backward()
     bag, before = table(kind, make=st.EmbeddingBag), rows_of(pair.ours)
@@ -185,7 +183,7 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
     # Of one process alone.
     (nan(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()
 
-    def check() -> None:
+    def check():
         assert torch.equal(rows_of(pair.ours), before)
         pair.end()
         assert pair.train(1, 2) < 1e-12
@@ -197,12 +195,12 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
     return {"emb": pair.ours, "bag": bag, "multi": multi, "nan": nan, "group": group, "others": others}, check
 
 
-def of_vocabularies() -> tuple[dict[str, Any], Any]:
+def of_vocabularies():
     emb = known()
     emb(ids()).sum().backward()
     other = st.Embedding(5, DIM, vocabulary=st.Vocabulary())
 
-    def check() -> None:
+    def check():
         torch.set_grad_enabled(True)
         emb.train()
         torch.optim.SGD(emb.parameters(), lr=0.1).step()
@@ -211,25 +209,25 @@ def of_vocabularies() -> tuple[dict[str, Any], Any]:
     return {"emb": emb, "other": other, "known": known, "group": {"process_group": dist.group.WORLD}}, check
 
 
-def of_features(has_ids: bool) -> tuple[dict[str, Any], Any]:
-    options: Any = {"vocabulary": st.Vocabulary(seed=3)} if has_ids else {}
+def of_features(has_ids):
+    options = {"vocabulary": st.Vocabulary(seed=3)} if has_ids else {}
     sizes = {"a": 40, "b": 1, "c": 30}
     emb, some = (
         table("sharded", sizes, DIM, make=st.MultiEmbedding, **options),
         dict.fromkeys(sizes, torch.tensor([0, 0])),
     )
 
-    def check() -> None:
+    def check():
         sum(rows.sum() for rows in emb(some).values()).backward()
         torch.optim.SGD(emb.parameters(), lr=0.1).step()
-        rows: list[Any] = [None] * dist.get_world_size()
+        rows = [None] * dist.get_world_size()
         dist.all_gather_object(rows, emb["a"](torch.tensor([0])).detach())
         assert torch.equal(*rows)
 
     return {"emb": emb, "some": some, "bad": (1 << 62) if dist.get_rank() else 0}, check
 
 
-def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
+def of_wrapped(kind):
     from torch.distributed.algorithms.join import Join
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -237,7 +235,7 @@ def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
 
     net, alone = Net(table(kind)), dist.new_group([0])
 
-    def step(model: Any) -> None:
+    def step(model):
         model(ids()).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -251,13 +249,13 @@ def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
     return names, lambda: step(wrapped)
 
 
-def of_checkpoints(path: Path) -> tuple[dict[str, Any], Any]:
+def of_checkpoints(path):
     job, later, delta = Job(EXACT).train(1).save(path), path.with_name("later"), path.with_name("delta.safetensors")
     mark = st.mark(job.net)
     before, now = job.train(1).save(later).planes(), st.save_delta(delta, job.net, mark)
     other = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank](job.net.parameters())
 
-    def check() -> None:
+    def check():
         dist.barrier()
         assert all(torch.equal(value, before[name]) for name, value in job.planes().items())
         assert not [name for name in os.listdir(path) if "new" in name]
@@ -279,7 +277,7 @@ WORLDS = {
 }
 
 
-def wrong(world: str, *args: Any) -> dict[str, str]:
+def wrong(world, *args):
     """Return the statements whose refusal is not as it should be, and what was said."""
     text, make, *more = WORLDS[world]
     found = {}

@@ -7,7 +7,6 @@ import functools
 import itertools
 import random
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,11 +34,11 @@ FORMS = ("tables", "fused", "asked")
 class Net(nn.Module):
     """Tables of a form; `apart` looks up by copies, which nothing is known of."""
 
-    def __init__(self, kind: str, apart: bool, form: str = "tables") -> None:
+    def __init__(self, kind, apart, form="tables"):
         super().__init__()
         torch.manual_seed(1)
         self.apart, self.form = apart, form
-        options: Any = {"process_group": dist.group.WORLD, **KINDS[kind]}
+        options = {"process_group": dist.group.WORLD, **KINDS[kind]}
         if form == "fused":
             self.one: Any = st.MultiEmbedding([ROWS] * COLUMNS, DIM, padding_idx=[None, 1, None, 2], **options)
             self.tables = list(self.one.values())
@@ -58,11 +57,11 @@ class Net(nn.Module):
         self.opt = torch.optim.AdamW(self.parameters(), lr=0.05)
         self.handle = self.tables[0]._handle
 
-    def arguments(self, ids: torch.Tensor) -> tuple[Any, ...]:
+    def arguments(self, ids):
         """What the forward takes: `ids`, or those of two columns by name, and all others as rows."""
         return (ids,) if self.form != "asked" else ({"a": ids[:, 0].clone(), "b": ids[:, 1:2].clone()}, [ids.t() + 0])
 
-    def look_up(self, number: int, *args: Any) -> torch.Tensor:
+    def look_up(self, number, *args):
         if self.form == "asked":
             named, (rest,) = args
             # The last ones are computed, so that nobody knows of them.
@@ -71,7 +70,7 @@ class Net(nn.Module):
             ids = args[0][:, 2:3] if self.form == "tables" and number == 2 else args[0][:, number]
         return self.tables[number](ids.clone() if self.apart else ids)
 
-    def forward(self, *args: Any, numbers: Any = range(COLUMNS), between: Any = None) -> torch.Tensor:
+    def forward(self, *args, numbers=range(COLUMNS), between=None):
         total = torch.zeros(())
         for place, number in enumerate(numbers):
             total = total + self.look_up(number, *args).sin().sum()
@@ -79,7 +78,7 @@ class Net(nn.Module):
                 between(self)
         return total
 
-    def train_on(self, *args: Any, **how: Any) -> int:
+    def train_on(self, *args, **how):
         """Make a step, and return how many messages it took."""
         traffic = self.handle.owners.exchange.traffic
         before = traffic.calls
@@ -88,19 +87,19 @@ class Net(nn.Module):
         self.opt.step()
         return traffic.calls - before
 
-    def rows(self) -> torch.Tensor:
+    def rows(self):
         with torch.no_grad():
             return torch.cat([table(torch.arange(ROWS)[:, None]).flatten() for table in self.tables])
 
 
-def batch(step: int, size: int = 6) -> torch.Tensor:
+def batch(step, size=6):
     return torch.randint(
         0, ROWS, (size, COLUMNS), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
     )
 
 
 @on(2)
-def test_fewer_messages() -> None:
+def test_fewer_messages():
     """Of the steps after the first, in all forms; `Programs` compares rows."""
     for kind, form, apart in itertools.product(KINDS, FORMS, (False, True)):
         net = Net(kind, apart, form)
@@ -112,12 +111,12 @@ def test_fewer_messages() -> None:
 # --- what people do between lookups ---------------------------------------------------------------------------------------
 
 
-def write_between(net: Net) -> None:
+def write_between(net):
     net.tables[0].weight.data.mul_(0.5)
     net.tables[2].weight.data.mul_(0.5)
 
 
-def step_between(net: Net) -> None:
+def step_between(net):
     net.tables[0](torch.arange(3)[:, None]).sum().backward()
     net.opt.step()
 
@@ -125,31 +124,31 @@ def step_between(net: Net) -> None:
 class Programs:
     """Random programs, the same in all processes, of both nets; what differs between processes is the ids."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         self.random, self.mine = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
         kind, self.form = self.random.choice([*KINDS]), FORMS[seed % len(FORMS)]
         self.nets = [Net(kind, apart, self.form) for apart in (False, True)]
         self.step = 0
 
-    def run(self, length: int) -> None:
+    def run(self, length):
         for _ in range(length):
             self.step += 1
             self.random.choice([*[self.train] * 5, self.evaluate, self.between, self.again, self.beyond])()
         assert torch.equal(self.nets[0].rows(), self.nets[1].rows())
 
-    def ids(self) -> torch.Tensor:
+    def ids(self):
         # One process may have a single sample, or none.
         ids = batch(self.step, self.mine.choice([1, 0, 2, 6]) if self.random.random() < 0.4 else 6)
         # Or they lie otherwise in its memory.
         return ids.t().contiguous().t() if self.mine.random() < 0.2 else ids
 
-    def numbers(self) -> list[int]:
+    def numbers(self):
         numbers = list(range(COLUMNS))
         if self.random.random() < 0.3:
             self.random.shuffle(numbers)
         return self.random.choice([numbers, numbers, numbers, numbers[:2], [0, 0, 1, 1], [3]])
 
-    def train(self) -> None:
+    def train(self):
         """Weights change between two lookups, or a step comes between; or one process has an id that there is not."""
         ids, numbers = self.ids(), self.numbers()
         between = self.random.choice([None, None, None, write_between, step_between])
@@ -161,14 +160,14 @@ class Programs:
         assert said[0] == said[1], said
         assert ("RowIndexError" in said[0] or "refused" in said[0]) == wrong, said
 
-    def evaluate(self) -> None:
+    def evaluate(self):
         ids, mode = self.ids(), self.random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
         between = self.random.choice([None, write_between])
         with mode():
             one, two = (net(*net.arguments(ids), between=between) for net in self.nets)
         assert torch.equal(one, two)
 
-    def between(self) -> None:
+    def between(self):
         """The ids change between two lookups, in all processes, or are others, in one."""
         ids, how = batch(self.step, self.mine.choice([1, 6])), self.random.choice(["torch", "numpy", "others"])
         found = []
@@ -188,7 +187,7 @@ class Programs:
             net.opt.step()
         assert torch.equal(*found)
 
-    def again(self) -> None:
+    def again(self):
         """Lookups are made a second time in backward."""
         ids, reentrant = self.ids(), self.random.random() < 0.5
         for net in self.nets:
@@ -198,7 +197,7 @@ class Programs:
             checkpoint(part, scale, use_reentrant=reentrant).sum().backward()
             net.opt.step()
 
-    def beyond(self) -> None:
+    def beyond(self):
         """An id that there is not, in a column after the first: the error comes where it is looked up."""
         ids = batch(self.step)
         ids[1, 2] = ROWS
@@ -216,13 +215,13 @@ MANY = [pytest.param(range(first, first + 6), marks=pytest.mark.slow) for first 
 
 @pytest.mark.parametrize("seeds", [range(3), *MANY])
 @on(2, limit=300, timeout=120)
-def test_programs(seeds: Iterable[int]) -> None:
+def test_programs(seeds):
     for seed in seeds:
         Programs(seed).run(14)
 
 
 @on(2)
-def test_rows_that_one_process_does_not_take_are_an_error() -> None:
+def test_rows_that_one_process_does_not_take_are_an_error():
     net = Net("lazy", False)
     for step in range(2):
         net.train_on(batch(step))

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from ranks.pair import DIM, ROWS, Features, Pair, dense_of, ids, nets, rows_of, table, wrap
@@ -18,18 +17,18 @@ from speedtransfer import rows as rows_module
 from speedtransfer.optim import sharded
 
 
-def features(rows: int, dim: int, **options: Any) -> Features:
+def features(rows, dim, **options):
     return Features([rows, rows], dim, [3, None], **options)
 
 
-FEATURES: dict[str, Any] = {"make": features, "sizes": (6, 2, 10, 4), "empty": True}
+FEATURES = {"make": features, "sizes": (6, 2, 10, 4), "empty": True}
 # Two processes of each kind in every run of the tests, three of one kind; of runs below these one kind.
-CORE: dict[str, dict[str, Any]] = {
+CORE = {
     "exact": {"idle": "exact"},
     "uneven, empty ranks": {"sizes": (6, 2, 10, 4), "empty": True, "clip": 0.05, "idle": "exact"},
     "features": FEATURES | {"idle": "exact"},
 }
-RUNS: dict[str, dict[str, Any]] = CORE | {
+RUNS = CORE | {
     "lazy": {"idle": "lazy"},
     "sgd momentum exact": {"optimizer": "sgd-momentum", "idle": "exact"},
     "adagrad": {"optimizer": "adagrad"},
@@ -50,24 +49,24 @@ RUNS: dict[str, dict[str, Any]] = CORE | {
 
 
 def compare(
-    kind: str,
-    optimizer: str = "adamw",
-    sizes: tuple[int, ...] = (6, 6, 6, 6),
-    empty: bool = False,
-    clip: float | None = None,
-    norm: float = 2.0,
-    schedule: bool = False,
-    accumulate: int = 1,
-    no_sync: bool = False,
-    overflow: bool = False,
-    lookups: int = 1,
-    given: dict[str, Any] | None = None,
-    steps: int = 9,
-    **options: Any,
-) -> tuple[float, Tensor, Tensor]:
+    kind,
+    optimizer="adamw",
+    sizes=(6, 6, 6, 6),
+    empty=False,
+    clip=None,
+    norm=2.0,
+    schedule=False,
+    accumulate=1,
+    no_sync=False,
+    overflow=False,
+    lookups=1,
+    given=None,
+    steps=9,
+    **options,
+):
     """Train, and return how far the rows are from those of one process, by how far they have moved; and all weights."""
 
-    def batch(step: int, rank: int) -> tuple[Tensor, float]:
+    def batch(step, rank):
         size = 0 if empty and (step + rank) % 3 == 0 else sizes[rank]
         return ids(step, rank, size), float("inf") if overflow and (step, rank) == (4, 0) else 1.0
 
@@ -135,7 +134,7 @@ FORMS = {
 
 
 @torch.no_grad()
-def looked_up(emb: Any) -> Tensor:
+def looked_up(emb):
     """All rows; the table of one process would give them as they are stored."""
     return emb(torch.arange(ROWS)).clone()
 
@@ -143,11 +142,11 @@ def looked_up(emb: Any) -> Tensor:
 class Scaled(nn.Module):
     """A table and a weight, which DistributedDataParallel asks for."""
 
-    def __init__(self, emb: Any) -> None:
+    def __init__(self, emb):
         super().__init__()
         self.emb, self.scale = emb, nn.Parameter(torch.ones(()))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.emb(ids) * self.scale
 
 
@@ -156,7 +155,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize(("idle", "in_chunks"), [("lazy", False), ("exact", False), ("exact", True)])
 @pytest.mark.parametrize("name", FORMS)
 @on(2)
-def test_small_forms_have_the_bits_of_one_process(kind: str, name: str, idle: str, in_chunks: bool) -> None:
+def test_small_forms_have_the_bits_of_one_process(kind, name, idle, in_chunks):
     """After a step of the same gradient (exact in any order)."""
     ours, one = (table(each, dtype=torch.float32, idle=idle, **FORMS[name]) for each in (kind, "one"))
     # Rows that one rank looks up alone, so that sums need no rounding.
@@ -185,7 +184,7 @@ DRAWS = 80
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize(("comm_dtype", "step"), [(torch.bfloat16, 2**-7), (torch.int8, 1 / 100)])
 @on(2)
-def test_rounded_gradients_are_unbiased(kind: str, comm_dtype: torch.dtype, step: float) -> None:
+def test_rounded_gradients_are_unbiased(kind, comm_dtype, step):
     """The mean of many rounded gradients is near the gradient."""
     weights = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1))
     ours, one = table(kind, dtype=torch.float32, comm_dtype=comm_dtype), table("one", dtype=torch.float32)
@@ -208,9 +207,9 @@ def test_rounded_gradients_are_unbiased(kind: str, comm_dtype: torch.dtype, step
 # --- first weights --------------------------------------------------------------------------------------------------------
 
 
-def first_weights(memory: str | None) -> list[Tensor]:
+def first_weights(memory):
     """Of a table, of features, and after functions of ``torch.nn.init``; with the next number of torch's generator."""
-    given: Any = {"process_group": dist.group.WORLD, "idle": "lazy"} | ({} if memory is None else {"memory": memory})
+    given = {"process_group": dist.group.WORLD, "idle": "lazy"} | ({} if memory is None else {"memory": memory})
     torch.manual_seed(3)
     emb, bag = st.Embedding(500, DIM, padding_idx=2, **given), st.EmbeddingBag(40, DIM, **given)
     many = st.MultiEmbedding([300, 200], DIM, **given)
@@ -222,7 +221,7 @@ def first_weights(memory: str | None) -> list[Tensor]:
     return [*found, many.table.gather(torch.arange(500)), torch.rand(1)]
 
 
-def first_weights_of_own(memory: str | None) -> list[Tensor]:
+def first_weights_of_own(memory):
     with mock.patch.object(sharded, "_DRAWN_BY_ALL", 7):
         return first_weights(memory)
 
@@ -245,7 +244,7 @@ def test_large_tables_start_alike_in_any_number_of_processes(memory, pool):
 
 
 @on(2)
-def test_small_tables_start_as_in_one_process() -> None:
+def test_small_tables_start_as_in_one_process():
     torch.manual_seed(3)
     plain = nn.Embedding(500, DIM, padding_idx=2)
     assert torch.equal(first_weights(None)[0], plain.weight)

@@ -1,7 +1,6 @@
 """Uses of sharded and shared tables in training, one by one: the numbers of one process."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -188,13 +187,13 @@ max(abs(float(each(pair.ours.weight.grad)) - float(each(pair.one.weight.grad))) 
 )
 
 
-def distance(code: str, kind: str) -> float:
-    names: dict[str, Any] = {**NAMES, "kind": kind, "pair": pair.tables(kind)}
+def distance(code, kind):
+    names = {**NAMES, "kind": kind, "pair": pair.tables(kind)}
     found = run_code("use", code, names)
     return names["pair"].distance() if found is None else found
 
 
-def distances(kind: str, every: int) -> dict[str, float]:
+def distances(kind, every):
     return {use.title: distance(use.code, kind) for use in USES[::every]}
 
 

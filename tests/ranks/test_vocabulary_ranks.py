@@ -1,8 +1,6 @@
 """Vocabularies that several processes share out: the numbers of one process with the batches of all; what all refuse."""
 
 import functools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import torch
 import torch.distributed as dist
 from cases import take_step
 from optimizer_cases import case_named
-from torch import Tensor, nn
+from torch import nn
 
 import speedtransfer as st
 from ranks.pair import DIM, Features, Pair, told
@@ -24,7 +22,7 @@ PADDING = -6
 SETTINGS = ("admit", "unseen", "evict", "half_life", "max_capacity", "on_evict", "seed")
 
 
-def embedding(capacity: int = 60, kind: Any = st.Embedding, shared: bool = True, **options: Any) -> Any:
+def embedding(capacity=60, kind=st.Embedding, shared=True, **options):
     settings = {"seed": 5} | {name: options.pop(name) for name in SETTINGS if name in options}
     if shared:
         options["process_group"] = dist.group.WORLD
@@ -32,7 +30,7 @@ def embedding(capacity: int = 60, kind: Any = st.Embedding, shared: bool = True,
     return kind(capacity, DIM, vocabulary=st.Vocabulary(**settings), **given)
 
 
-def features(capacity: int, dim: int, padding_idx: int, **options: Any) -> Features:
+def features(capacity, dim, padding_idx, **options):
     made = Features([capacity // 3] * 3, dim, [padding_idx >> 2] * 3, **options)
     made.shift = 2
     return made
@@ -41,7 +39,7 @@ def features(capacity: int, dim: int, padding_idx: int, **options: Any) -> Featu
 class Parts(nn.Module):
     """A table in one process for the ids of each rank, which evicts as its owner does."""
 
-    def __init__(self, world: int, capacity: int = 60, max_capacity: int | None = None, **options: Any) -> None:
+    def __init__(self, world, capacity=60, max_capacity=None, **options):
         super().__init__()
         self.world = world
         if max_capacity is not None:
@@ -49,7 +47,7 @@ class Parts(nn.Module):
         parts = [embedding(share_of(capacity, world), shared=False, **options) for _ in range(world)]
         self.parts = nn.ModuleList(parts)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         flat = ids.flatten()
         owners = torch.from_numpy(owners_of(flat.numpy(), self.world))
         places = [(owners == rank).nonzero().flatten() for rank in range(self.world)]
@@ -57,7 +55,7 @@ class Parts(nn.Module):
         return torch.cat(rows)[torch.cat(places).argsort()].view(*ids.shape, DIM)
 
 
-def batch(step: int, rank: int, ids: int = 60, lookups: int = 1) -> tuple[Tensor, Tensor]:
+def batch(step, rank, ids=60, lookups=1):
     """Ids, skewed, over all 64 bits, now and then padding, now and then none; and weights of the loss."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     size = 0 if (step + rank) % 5 == 4 else lookups * (4 + rank)
@@ -66,15 +64,15 @@ def batch(step: int, rank: int, ids: int = 60, lookups: int = 1) -> tuple[Tensor
     return found, torch.randn(size, 3, DIM, generator=draw, dtype=torch.float64)
 
 
-def loss(emb: Any, args: Any, lookups: int = 1) -> Tensor:
+def loss(emb, args, lookups=1):
     ids, weights = (each.tensor_split(lookups) for each in args)
     rows = map(emb, ids)
     return sum((row * (w.sum(1) if row.dim() == 2 else w)).sum() for row, w in zip(rows, weights, strict=True))
 
 
-def export(modules: Any, gathers: bool) -> tuple[Tensor, Tensor]:
+def export(modules, gathers):
     """Return the ids that all know, sorted, and their rows."""
-    parts: list[Any] = [module.vocabulary.export() for module in modules]
+    parts = [module.vocabulary.export() for module in modules]
     if gathers:
         parts *= dist.get_world_size()
         dist.all_gather_object(parts, parts[0])
@@ -82,7 +80,7 @@ def export(modules: Any, gathers: bool) -> tuple[Tensor, Tensor]:
     return ids, torch.cat([rows for _, rows in parts])[order]
 
 
-def compared(pair: Pair) -> float:
+def compared(pair):
     """Return how far the rows are from those of one process; the ids are the same."""
     (ids, rows), (same, wanted) = (export([pair.ours], True), export(getattr(pair.one, "parts", [pair.one]), False))
     assert torch.equal(ids, same)
@@ -91,7 +89,7 @@ def compared(pair: Pair) -> float:
 
 
 @torch.no_grad()
-def evaluate(pair: Pair, step: int) -> float:
+def evaluate(pair, step):
     """Return how far what the ids of a batch read, most of them new, is from what they read in one process."""
     batches = [pair.batch(step, rank)[0] for rank in range(dist.get_world_size())]
     found, wanted = pair.ours.eval()(batches[dist.get_rank()]), pair.one.eval()(torch.cat(batches))
@@ -101,15 +99,7 @@ def evaluate(pair: Pair, step: int) -> float:
     return float((found - wanted).abs().sum())
 
 
-def trained(
-    optimizer: str = "adamw",
-    ids: int = 60,
-    steps: int = 14,
-    accumulate: int = 1,
-    lookups: int = 1,
-    parts: bool = False,
-    **options: Any,
-) -> tuple[float, list[int], list[list[int]]]:
+def trained(optimizer="adamw", ids=60, steps=14, accumulate=1, lookups=1, parts=False, **options):
     """Train, with evaluations in between, and return the largest distance and the counts of what was done with ids."""
     make = torch.optim.SparseAdam if optimizer == "sparse" else lambda params, lr: case_named(optimizer).make(params)
     one = Parts(dist.get_world_size(), **options) if parts else embedding(shared=False, **options)
@@ -128,7 +118,7 @@ def trained(
 
 
 SPARSE = {"ids": 400, "capacity": 70, "steps": 24, "parts": True}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS = {
     "exact": {"idle": "exact"},
     "momentum, exact, sparse ids": {"idle": "exact", "optimizer": "sgd-momentum", "ids": 200, "capacity": 200},
     "sightings, a row for unseen ids": {"admit": 3, "unseen": "row"},
@@ -177,18 +167,18 @@ def test_numbers_of_one_process(pool, world, name):
 # --- what fails in one process fails in all ---------------------------------------------------------------------------------
 
 
-def ids_of(rank: int, count: int, start: int = 0) -> Tensor:
+def ids_of(rank, count, start=0):
     every = np.arange(start, start + 40 * count)
     return torch.from_numpy(every[owners_of(every, dist.get_world_size()) == rank][:count])
 
 
-def first_of(errors: list[str], rank: int, other: str) -> None:
+def first_of(errors, rank, other):
     """Check that `rank` says why, and others that it was that rank."""
     for each, error in enumerate(errors):
         assert error.startswith("ProcessGroupError: rank " + str(rank) if each != rank else other), errors
 
 
-def full(evict: str | None) -> list:
+def full(evict):
     """Rank 1 has no room for another id: of the ids that it owns more come in one batch than it has rows."""
     emb = embedding(8, padding_idx=None, evict=evict)
     opt = torch.optim.SGD(emb.parameters(), lr=0.1)
@@ -216,8 +206,8 @@ def test_a_full_process_raises_in_all(two):
 
 
 @on(2)
-def test_on_evict_that_fails_raises_in_all() -> None:
-    def keep(ids: Tensor, rows: Tensor) -> None:
+def test_on_evict_that_fails_raises_in_all():
+    def keep(ids, rows):
         if fails:
             raise OSError("the disk is full")
         kept.extend(ids.tolist())
@@ -233,7 +223,7 @@ def test_on_evict_that_fails_raises_in_all() -> None:
 
 
 @on(2)
-def test_rows_are_written_and_forgotten_wherever_they_are() -> None:
+def test_rows_are_written_and_forgotten_wherever_they_are():
     """The seed is that of rank 0."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
@@ -252,7 +242,7 @@ def test_rows_are_written_and_forgotten_wherever_they_are() -> None:
 
 
 @on(2)
-def test_rows_of_a_batch_whose_gradient_comes_later_stay() -> None:
+def test_rows_of_a_batch_whose_gradient_comes_later_stay():
     emb = embedding(10, padding_idx=None, evict="lru")
     capacity, opt = emb.vocabulary.capacity, torch.optim.SGD(emb.parameters(), lr=0.1)
     first, mine = ids_of(0, 3), dist.get_rank() == 1
@@ -277,7 +267,7 @@ def test_rows_of_a_batch_whose_gradient_comes_later_stay() -> None:
 
 
 @on(2)
-def test_sightings_do_not_grow_with_each_save(tmp_path: Path) -> None:
+def test_sightings_do_not_grow_with_each_save(tmp_path):
     """Ids are seen once, twice saved and loaded, and seen once more."""
     for number in range(3):
         emb = embedding(padding_idx=None, admit=3)

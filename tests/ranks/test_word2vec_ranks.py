@@ -4,7 +4,6 @@ import collections
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ QUICK = {
 
 
 @pytest.fixture
-def pattern(tmp_path: Path) -> str:
+def pattern(tmp_path):
     """Write files of several sizes, and the counts of their words; return a pattern of them."""
     draw, counts = random.Random(1), collections.Counter[str]()
     for i, size in enumerate((3000, 900, 100, 50, 1500)):
@@ -50,11 +49,11 @@ def pattern(tmp_path: Path) -> str:
     return str(tmp_path / "part*.txt")
 
 
-def divided(pattern: str, **settings: Any) -> Corpus:
+def divided(pattern, **settings):
     return Corpus(pattern, settings=Settings(**QUICK, divide=True, **settings))
 
 
-def read_parts(pattern: str) -> list[Any]:
+def read_parts(pattern):
     counts = str(Path(pattern).with_name("counts.tsv"))
     found = []
     for settings in ({}, {"max_words": 9}, {"vocabulary": counts}):
@@ -88,7 +87,7 @@ def test_each_reads_its_part_and_counts_are_of_all(three, pattern):
         assert abs(blocks[: len(blocks) // 2].count(None) - blocks.count(None) / 2) <= 1
 
 
-def broken_off_and_resumed(pattern: str, folder: str) -> Any:
+def broken_off_and_resumed(pattern, folder):
     """Train to the end; without sending ids ahead; and to a break and on; return the vectors of each, and an error."""
     options = {**QUICK, "progress": False}
     whole = train(divided(pattern), **options)
@@ -117,7 +116,7 @@ def test_a_divided_run_has_the_same_bits_in_all_ways(two, pattern, tmp_path):
             train(pattern, checkpoint=tmp_path / "point", resume=True, **quiet)
 
 
-def trained_by_the_first(pattern: str, options: dict[str, Any]) -> np.ndarray:
+def trained_by_the_first(pattern, options):
     settings = Settings(**QUICK, **options)
     trainer = Trainer(Corpus(pattern, settings=settings), settings)
     trainer.num_steps = len(trainer.sampler)
@@ -145,14 +144,14 @@ def test_steps_without_words_change_nothing(two, pattern, options):
         np.testing.assert_array_equal(matrix, alone)
 
 
-def some_steps(pattern: str, count: int | None = 6) -> np.ndarray:
+def some_steps(pattern, count=6):
     trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
     for _ in range(count or trainer.num_steps):
         trainer.train_step()
     return trainer.vectors().matrix.copy()
 
 
-def adaptively_added(parts: list[torch.Tensor]) -> torch.Tensor:
+def adaptively_added(parts):
     """Return the sum of gradients (n, dim) of the same rows, as the paper of Adasum has it, row by row and in float64."""
     made = []
     for total, *others in zip(*(part.double() for part in parts), strict=True):
@@ -198,7 +197,7 @@ def test_what_three_learn_apart_is_added_adaptively(three, pattern):
 
 
 @on(2)
-def test_both_tables_of_a_block_are_asked_together(pattern: str) -> None:
+def test_both_tables_of_a_block_are_asked_together(pattern):
     """Ids ahead, which nobody waits for; then a meeting and rows, a meeting and gradients."""
     trainer = Trainer(divided(pattern), Settings(**QUICK))
     traffic = exchange_of(world()).traffic
@@ -230,7 +229,7 @@ Trainer(Corpus(f"{folder}/own{rank}.txt", 1), Settings(dim=4, min_count=1))
 """.replace("\n->", " ->")
 
 
-def refused(folder: str) -> dict[str, str]:
+def refused(folder):
     """Return the calls whose refusal is not as it should be, and what was said."""
     names = globals() | {"folder": folder, "rank": dist.get_rank()}
     Path(folder, f"own{dist.get_rank()}.txt").write_text("a b c d e f " * (40 + dist.get_rank()))
@@ -247,7 +246,7 @@ def test_what_cannot_be_divided_is_refused_in_all(two, tmp_path):
 
 
 @on(2)
-def test_an_open_file_is_a_part(pattern: str) -> None:
+def test_an_open_file_is_a_part(pattern):
     with open(pattern.replace("*", str(dist.get_rank())), "rb") as file:
         assert divided(file).num_raw_words == 3900
 

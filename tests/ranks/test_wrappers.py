@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, table, wrap
+from ranks.pair import DIM, ids, nets, sgd_with_momentum, squares, table, wrap
 from ranks.run import on
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
@@ -19,21 +19,21 @@ needs_ignored_params = pytest.mark.skipif(torch.__version__ < "2.7", reason="ful
 Wrap = Callable[[Any], nn.Module]
 
 
-def trained(kind: str, way: Wrap = wrap, **pair: Any) -> float:
+def trained(kind, way=wrap, **pair):
     return nets(kind, sgd_with_momentum, pair={"wrap": way, **pair}).train(0, 1, 2)
 
 
-def backend(model: Any) -> Any:
+def backend(model):
     return torch.compile(model, backend="aot_eager")
 
 
 @pytest.mark.slow  # test_modules_ranks has a compiled model always
 @KINDS
 @on(2, limit=180, timeout=60)
-def test_compiled_models(kind: str) -> None:
+def test_compiled_models(kind):
     # Of torch, for what comes from one graph into the next.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    around: dict[str, Wrap] = {"inside": lambda net: wrap(backend(net)), "around": lambda net: backend(wrap(net))}
+    around = {"inside": lambda net: wrap(backend(net)), "around": lambda net: backend(wrap(net))}
     assert all(trained(kind, way) < 1e-12 for way in around.values())
     pair = nets(kind, pair={"wrap": around["inside"]})
     pair.accumulate(0, 1, no_sync=True)
@@ -45,33 +45,33 @@ def test_compiled_models(kind: str) -> None:
 # --- ways to wrap a model ---------------------------------------------------------------------------------------------------
 
 
-def ignored_by_the_user(net: Net) -> nn.Module:
+def ignored_by_the_user(net):
     net._ddp_params_and_buffers_to_ignore = ["emb.weight"]
     return wrap(net)
 
 
-def in_two_models(net: Net) -> nn.Module:
+def in_two_models(net):
     wrapped = wrap(net)
     wrap(nn.Sequential(net.emb, nn.Linear(DIM, 1)))
     return wrapped
 
 
-def more_groups(net: Net) -> nn.Module:
+def more_groups(net):
     """One process has more groups than the other: those of pipelines, or of the processes of a host."""
     dist.new_group([0])
     return wrap(net)
 
 
 class Outer(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args):
         return self.inner(*args)
 
 
-WAYS: dict[str, Wrap] = {
+WAYS = {
     "unused": lambda net: wrap(net, find_unused_parameters=True),
     "static": lambda net: wrap(net, static_graph=True),
     "mesh": lambda net: wrap(net, device_mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
@@ -83,7 +83,7 @@ if torch.__version__ >= "2.7":
     WAYS["no init_sync"] = lambda net: wrap(net, init_sync=False)
 
 
-def both(kind: str, change: Callable[[Net], Any]) -> float:
+def both(kind, change):
     pair = nets(kind, sgd_with_momentum, pair={"wrap": lambda net: net})
     for net in (pair.ours, pair.one):
         change(net)
@@ -91,7 +91,7 @@ def both(kind: str, change: Callable[[Net], Any]) -> float:
     return pair.train(0, 1, 2)
 
 
-def ways(kind: str) -> dict[str, float]:
+def ways(kind):
     found = {name: trained(kind, way) for name, way in WAYS.items()}
     found["frozen"] = both(kind, lambda net: net.emb.requires_grad_(False))
     found["hooked"] = both(kind, lambda net: net.emb.weight.register_hook(lambda grad: grad.clamp(-0.2, 0.2)))
@@ -106,7 +106,7 @@ def ways(kind: str) -> dict[str, float]:
     return found
 
 
-def whole_by_one(kind: str) -> float:
+def whole_by_one(kind):
     """Rows and, in one process, the whole weight: the gradient is dense, as in one process."""
     whole = lambda net: net.emb.weight.square().sum()  # noqa: E731
     pair = nets(kind, sparse=True)
@@ -127,7 +127,7 @@ def test_distributed_data_parallel(two, kind):
 # --- fully_shard ------------------------------------------------------------------------------------------------------------
 
 
-def wrap_fsdp(net: nn.Module) -> nn.Module:
+def wrap_fsdp(net):
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -137,7 +137,7 @@ def wrap_fsdp(net: nn.Module) -> nn.Module:
 @needs_ignored_params
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @on(2)
-def test_fully_shard(kind: str) -> None:
+def test_fully_shard(kind):
     # Features are modules, too.
     wrap_fsdp(nn.Sequential(table(kind, [5, 3], DIM, make=st.MultiEmbedding), nn.Linear(DIM, 1)))
     pair = nets(kind, sgd_with_momentum, pair={"wrap": wrap_fsdp})

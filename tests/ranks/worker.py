@@ -13,8 +13,6 @@ import threading
 import time
 import traceback
 import warnings
-from multiprocessing.connection import Connection
-from typing import Any
 
 import compiled_once
 import torch
@@ -32,15 +30,15 @@ class Reply:
     answered: bool = True
     time: float = dataclasses.field(default_factory=time.monotonic)
 
-    def value(self) -> Any:
+    def value(self):
         return pickle.loads(self.data)
 
 
 # Where the processes meet: that of rank 0, as this process sees it.
-stores: list[dist.TCPStore] = []
+stores = []
 
 
-def serve(pipe: Connection, rank: int, log: str) -> None:
+def serve(pipe, rank, log):
     # Ctrl-C is for pytest, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -53,9 +51,9 @@ def serve(pipe: Connection, rank: int, log: str) -> None:
     if sys.platform == "linux":
         # The name of a machine need not resolve to an address that it has.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    calls: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+    calls = queue.SimpleQueue()
 
-    def receive() -> None:
+    def receive():
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
                 calls.put(pipe.recv())
@@ -71,8 +69,8 @@ def serve(pipe: Connection, rank: int, log: str) -> None:
         pipe.send(_answer(rank, *calls.get()))
 
 
-def _answer(rank: int, world: int, port: int, name: str, timeout: float, together: bool, call: bytes) -> Reply:
-    ignored: list[BaseException | None] = []
+def _answer(rank, world, port, name, timeout, together, call):
+    ignored = []
     sys.unraisablehook = lambda args: ignored.append(args.exc_value)
     try:
         _destroy_group()
@@ -105,12 +103,12 @@ def _answer(rank: int, world: int, port: int, name: str, timeout: float, togethe
         sys.stdout.flush()
 
 
-def _destroy_group() -> None:
+def _destroy_group():
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _pickled(error: BaseException) -> bytes:
+def _pickled(error):
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
