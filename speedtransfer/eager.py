@@ -1,4 +1,4 @@
-"""Keep functions out of `torch.compile` and modes of dispatch: which rows a batch names is known only when it runs."""
+"""Keep functions out of `torch.compile` and selective checkpoints: which rows a batch names is known only when it runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: Callable[P, T], instead: Callable[P, T] | None = None) -> Callable[P, T]:
@@ -28,8 +30,22 @@ def uncompiled(function: Callable[P, T], instead: Callable[P, T] | None = None) 
     return call
 
 
+def uncompiled_between_graphs(function: F) -> F:
+    """Do not compile `function`, which torch calls by itself, nor what it calls, where a compiled function is interrupted.
+
+    It would be compiled once for each function of torch that is called with a weight.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    code: Any = function
+    if hasattr(frames, "set_code_exec_strategy"):  # torch 2.7
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = {"FakeTensorMode": _MODES.FAKE, "make_fx": _MODES.PROXY}
+_CHECKPOINTS = checkpoint._CachedTorchDispatchMode, checkpoint._CachingTorchDispatchMode
 _no_change = contextlib.nullcontext()
 
 
@@ -39,14 +55,15 @@ def tracing_mode() -> str | None:
 
 
 def unseen() -> contextlib.AbstractContextManager[None]:
-    """Leave modes of dispatch that do not trace.
+    """Leave modes of dispatch within a selective checkpoint that does not trace.
 
-    What a table calls depends on what was read before. A selective checkpoint, which does a function again and returns what it
-    kept of the first time, would not find the same calls.
+    It does a function again and returns what it kept of the first time, where it would not find the same calls: what a table
+    calls depends on what was read before.
     """
     if not torch._C._len_torch_dispatch_stack() or tracing_mode() is not None:
         return _no_change
-    return _without_modes()
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return _without_modes() if any(isinstance(mode, _CHECKPOINTS) for mode in modes) else _no_change
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from speedtransfer.eager import uncompiled, unseen
+from speedtransfer.eager import uncompiled, uncompiled_between_graphs, unseen
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.copied_rows import Copied, CopiedRows, writes_to, writing_back
@@ -42,6 +42,7 @@ class TableWeight(nn.Parameter):
         return nn.Parameter(data, requires_grad)
 
     @classmethod
+    @uncompiled_between_graphs
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call `func` with the whole table."""
         return _call(func, args, kwargs or {})
@@ -121,6 +122,7 @@ class WeightData(Tensor):
         return with_whole(func, args, kwargs or {})
 
     @classmethod
+    @uncompiled_between_graphs
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         with torch.no_grad():
             return _call(func, args, kwargs or {})
