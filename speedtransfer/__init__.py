@@ -85,6 +85,7 @@ __getattr__ = lazy_names(
     __name__,
     __all__,
     ["tables", "nn", "ngrams", "memory_layers", "vocabulary", "checkpoint", "ranks", "planning.planner"],
+    dict.fromkeys(("BlockMomentumAverager", "OneBitState", "one_bit_hook"), "examples/compressed_exchange.py"),
 )
 
 

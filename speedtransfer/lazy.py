@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from speedtransfer.errors import SpeedtransferError
@@ -29,7 +29,9 @@ def import_extra(module: str, purpose: str, install: str) -> Any:
         ) from error
 
 
-def lazy_names(package: str, names: Sequence[str], modules: Sequence[str]) -> Callable[[str], Any]:
+def lazy_names(
+    package: str, names: Sequence[str], modules: Sequence[str], moved: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
     """Return `__getattr__` for a package that imports its public names, and its submodules, when they are first used.
 
     Parameters
@@ -40,9 +42,13 @@ def lazy_names(package: str, names: Sequence[str], modules: Sequence[str]) -> Ca
         Its public names.
     modules : sequence of str
         Submodules to look for those names in, in this order.
+    moved : mapping of str to str, optional
+        Names that it once had, and the files of the repository that have them now; such a name raises ImportError.
     """
 
     def find(name: str) -> Any:
+        if moved and name in moved:
+            raise ImportError(f"{package}.{name} is no part of the package any more; copy it from {moved[name]}")
         full = f"{package}.{name}"
         if not name.startswith("_") and importlib.util.find_spec(full) is not None:
             return importlib.import_module(full)

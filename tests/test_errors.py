@@ -84,6 +84,7 @@ def with_vocabulary(ids):
 
 WRONG = r"""
 st.Embedding(-1, 3) -> ValueError: num_embeddings is -1 but must be at least 0
+st.one_bit_hook -> ImportError: speedtransfer.one_bit_hook is no part of .*; copy it from examples/compressed_exchange.py
 st.Embedding(2.5, 3) -> TypeError: num_embeddings is 2.5
 st.Embedding(4, 2, memory="pageble") -> ValueError: did you mean 'pageable'
 st.Embedding(4, 2, memory="pinned") -> RuntimeError: pinned
