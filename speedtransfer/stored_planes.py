@@ -122,7 +122,7 @@ class StoredPlanes(EncodedPlanes):
         It gets rows ``(n, dim)`` on the compute device, to be changed in place, and which they are, counted from `start`. They
         are rounded to nearest, or stochastically, as in a step, if it `draws`.
         """
-        begun = -1, torch.empty(0)
+        begun = -1, torch.empty(0, device="cpu")
 
         def changed(rows: slice) -> Tensor:
             nonlocal begun

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import speedtransfer
 from speedtransfer.optim import Handle
@@ -143,6 +144,15 @@ def test_nothing_is_set_on_tensors():
         asked |= set(re.findall(r"getattr\([^()]*?, \"(_[a-z]\w*)\"", text))
     assert silenced == []
     assert asked & given == set()
+
+
+def test_tensors_are_made_where_it_is_said():
+    """Not where those of the model are (``torch.set_default_device``): ids, rows in chunks and files stay on the host."""
+    makers = {f"torch.{function.__name__}" for function in _device_constructors()}
+    for path in [path for path in FILES if part_of(path) != "benchmark"]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and ast.unparse(node.func) in makers:
+                assert {"device", "out", None} & {each.arg for each in node.keywords}, f"{path}:{node.lineno}"
 
 
 def test_lower_layers_have_never_heard_of_training():

@@ -29,7 +29,7 @@ FORMAT, VERSION = "speedtransfer.delta", "5"
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
 # What a vocabulary has that is of its rows in one table alone.
 OF_PLACES = ("ids", "last_use", "counts", "released", "shares")
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def vocabulary_facts(table: MarkedTable) -> dict[str, Any] | None:

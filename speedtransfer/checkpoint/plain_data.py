@@ -175,7 +175,7 @@ def set_num_rows(content: dict[str, Any], counts: Mapping[str, int]) -> None:
         for name in node["parts"].values():
             node["shape"][0] = counts.get(f"model/{name}", node["shape"][0])
     for optimizer in content["optimizers"].values():
-        groups = decode(optimizer["rest"], lambda name: torch.zeros(2))["param_groups"]
+        groups = decode(optimizer["rest"], lambda name: torch.zeros(2, device="cpu"))["param_groups"]
         numbers = [number for group in groups for number in group["params"]]
         shapes = dict(zip(numbers, (shape for group in optimizer["params"] for shape in group), strict=True))
         for number, saved in optimizer["state"]:

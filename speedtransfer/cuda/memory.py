@@ -54,7 +54,7 @@ def pinned_empty(
     if way not in _WAYS:
         raise InvalidValueError(f"SPEEDTRANSFER_PINNED is {way!r} in the environment; set it to 'alloc' or 'register'")
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     runtime = load_cupy().cuda.runtime
     with on_device(index):
         try:

@@ -94,7 +94,8 @@ def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
     if owners is None:
         return change(Tensor.copy_, weight, (values,), {})
     start, stop = _part(weight)
-    owners.handle.load(torch.as_tensor(values).detach().expand(stop - start, owners.handle.table.dim), start)
+    values = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+    owners.handle.load(values.detach().expand(stop - start, owners.handle.table.dim), start)
     return weight
 
 

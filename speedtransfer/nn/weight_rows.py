@@ -89,7 +89,7 @@ def _named(weight: Any, index: Any) -> _Named | None:
 def _listed(index: Any, num_rows: int) -> tuple[Tensor | None, Any]:
     if isinstance(index, list | np.ndarray):
         try:
-            index = torch.as_tensor(index)
+            index = torch.as_tensor(index, device="cpu")
         except (TypeError, ValueError):
             # Slices in a list, for one.
             return None, None
@@ -161,7 +161,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
         check_named_by_row(handle.of)
     # With others, indices are broadcast with one another.
     if rows and has_table(weight) and all(isinstance(part, slice) for part in rest):
-        ids = torch.as_tensor(first)
+        ids = first if isinstance(first, Tensor) else torch.as_tensor(first, device="cpu")
         if ids.is_cuda or bool((ids < 0).any()):
             ids = torch.where(ids < 0, ids + handle.num_rows, ids)
         found = embedding(ids, weight)

@@ -351,8 +351,8 @@ def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torc
         step, draw = inspect.unwrap(kind.step), torch.Generator().manual_seed(width)
 
         def drawn() -> Tensor:
-            sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw) if exact else 1
-            values = torch.randn(5, width, generator=draw, dtype=torch.float32) * sizes
+            sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw, device="cpu") if exact else 1
+            values = torch.randn(5, width, generator=draw, dtype=torch.float32, device="cpu") * sizes
             return values.to(device, torch.float32)
 
         weight = torch.nn.Parameter(drawn())

@@ -186,8 +186,10 @@ class RowGradient(Tensor):
     def coo(self) -> Tensor:
         """Return the gradient as a sparse tensor of torch, over the memory of `rows`."""
         self.trim()
-        ids = self.ids.unsqueeze(0)
-        return torch.sparse_coo_tensor(ids, self.rows, self.shape, check_invariants=False, is_coalesced=True)
+        ids, rows = self.ids.unsqueeze(0), self.rows
+        return torch.sparse_coo_tensor(
+            ids, rows, self.shape, device=rows.device, check_invariants=False, is_coalesced=True
+        )
 
     def dense(self) -> Tensor:
         """Return the dense values, ``(num_rows, dim)``: a copy, or `rows` if every row is active."""

@@ -54,7 +54,8 @@ def _rows_of_sparse(handle: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
                 f"the gradient of {handle} is a sparse tensor of shape {shape} with indices from {int(at.min())} to "
                 f"{int(at.max())}, which are not all in 0 to {size - 1}; make it with check_invariants=True"
             )
-    grad = torch.sparse_coo_tensor(places, grad._values(), shape, check_invariants=False).coalesce()
+    values = grad._values()
+    grad = torch.sparse_coo_tensor(places, values, shape, device=values.device, check_invariants=False).coalesce()
     ids, values = grad.indices()[0], grad.values()
     if grad.sparse_dim() == 1:
         return ids, values

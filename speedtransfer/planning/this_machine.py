@@ -106,7 +106,7 @@ def host_bytes_per_s() -> float:
     """Return the bandwidth of host memory: bytes read and written by copies of torch's threads; needs 512 MiB of it."""
     if available_bytes() < 4 * COPY_BYTES:
         raise StorageError(f"{format_bytes(available_bytes())} of memory are left, too few for a copy to measure")
-    source, target = (torch.ones(COPY_BYTES // 4, dtype=torch.float32) for _ in range(2))
+    source, target = (torch.ones(COPY_BYTES // 4, dtype=torch.float32, device="cpu") for _ in range(2))
     return 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source))
 
 

@@ -78,9 +78,9 @@ def expected_imbalance(partition: Partition, exponent: float, lookups: int) -> f
     """
     counts, hits = _hits(partition.num_rows, exponent, lookups)
     exact = min(partition.num_rows, _EXACT)
-    owners = partition.owners(partition.places(torch.arange(exact)))
+    owners = partition.owners(partition.places(torch.arange(exact, device="cpu")))
     asked = torch.bincount(owners, torch.from_numpy(hits[:exact]), minlength=partition.ranks)
-    sizes = torch.tensor([partition.size(rank) for rank in range(partition.ranks)], dtype=torch.float64)
+    sizes = torch.tensor([partition.size(rank) for rank in range(partition.ranks)], dtype=torch.float64, device="cpu")
     asked += float((counts * hits)[exact:].sum()) * sizes / partition.num_rows
     return float(asked.max() / asked.mean()) if lookups else 1.0
 

@@ -142,7 +142,7 @@ def row_numbers(index: Any, num_rows: int) -> Any:
     if isinstance(index, slice):
         return np.arange(*index.indices(num_rows))
     if isinstance(index, np.ndarray) and index.dtype.kind != "u":
-        index = torch.tensor(index if index.dtype.kind == "b" else index.astype(np.int64))
+        index = torch.tensor(index if index.dtype.kind == "b" else index.astype(np.int64), device="cpu")
     if not isinstance(index, Tensor):
         return index
     if index.dtype in (torch.bool, torch.uint8):

@@ -135,7 +135,7 @@ class Word2Vec(nn.Module):
         count = self.num_words if num_words is None else min(num_words, self.num_words)
         if self._group is None and self.subwords is None:
             return self.input.table.torch()[:count].cpu()
-        vectors = torch.empty(count, self.dim)
+        vectors = torch.empty(count, self.dim, device="cpu")
         for start in range(0, count, _WORDS_AT_ONCE):
             stop = min(start + _WORDS_AT_ONCE, count)
             vectors[start:stop] = self.some_vectors(start, stop)

@@ -75,7 +75,7 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
-        self._order = -1, torch.empty(0)  # of the epoch last asked for
+        self._order = -1, torch.empty(0, device="cpu")  # of the epoch last asked for
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""

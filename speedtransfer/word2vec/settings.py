@@ -220,7 +220,9 @@ class Settings:
         from speedtransfer.word2vec.subwords import check_ngrams
 
         check_ngrams(self.buckets, self.min_n, self.max_n)
-        make_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], self.first_lr, self.options)
+        make_optimizer(
+            self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], self.first_lr, self.options
+        )
 
     @property
     def first_lr(self) -> float:

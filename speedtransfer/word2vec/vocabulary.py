@@ -141,7 +141,7 @@ def count_together(
     order = np.argsort(owners, kind="stable")
     parts = np.split(order, np.searchsorted(owners[order], np.arange(1, exchange.ranks)))
     texts = [_text(words, part) for part in parts]
-    sizes = torch.tensor([[len(text), len(part)] for text, part in zip(texts, parts, strict=True)])
+    sizes = torch.tensor([[len(text), len(part)] for text, part in zip(texts, parts, strict=True)], device="cpu")
     received = exchange.agree(POINT, sizes)
     values = np.frombuffer(b"".join(texts), np.uint8), counts[order]
     segments = [

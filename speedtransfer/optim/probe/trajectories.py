@@ -80,14 +80,17 @@ def sparse_gradient(values: Tensor, rows: Tensor | None = None, num_rows: int | 
     """
     rows = torch.arange(len(values), device=values.device) if rows is None else rows
     shape = (len(values) if num_rows is None else num_rows, *values.shape[1:])
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, shape, device=values.device, check_invariants=False, is_coalesced=True
+    )
 
 
 def gradient_of_lookups(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
     """Return the gradient that ``nn.Embedding(sparse=True)`` makes of two lookups of each row: not coalesced."""
     index = torch.cat([rows, rows.flip(0)]).unsqueeze(0)
     halves = torch.cat([values, values.flip(0)]) / 2
-    return torch.sparse_coo_tensor(index, halves, (num_rows, *values.shape[1:]), check_invariants=False)
+    shape = num_rows, *values.shape[1:]
+    return torch.sparse_coo_tensor(index, halves, shape, device=values.device, check_invariants=False)
 
 
 def dense_gradient(values: Tensor, rows: Tensor, num_rows: int) -> Tensor:
