@@ -244,7 +244,9 @@ def main() -> None:
             raise SystemExit(2) from None
         _fail(f"{error.format_message()} (see --help)")
     except OSError as error:
-        if error.errno not in _NO_ROOM or error.filename is not None:
+        if error.filename is not None:  # too long a name, or of a folder of somebody else
+            _fail(f"cannot use {os.fspath(error.filename)!r} ({error.strerror}); check the path and its permissions")
+        if error.errno not in _NO_ROOM:
             raise
         _give_up_stdout()
         _fail(f"cannot write the output ({error.strerror}); make room, or write elsewhere")

@@ -104,6 +104,7 @@ word2vec train good.txt -o out --dim x -> integer
 word2vec train good.txt -> -o
 word2vec train good.txt -o out --dimm 3 -> --dimm
 word2vec nearest good.txt river -> good.txt
+word2vec nearest LONG river -> (File name too long); check the path
 trian -> trian
 calibrate --device tpu -> pass --device cpu or --device cuda:0
 bench transfr -> 'transfer'
@@ -125,7 +126,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
     arguments, words = bad.split(" -> ")
-    code, out, err = run(*arguments.split())
+    code, out, err = run(*arguments.replace("LONG", "x" * 999).split())
     assert code == 2, out + err
     (line,) = [line for line in err.splitlines() if line.strip()]
     assert words in line

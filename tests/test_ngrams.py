@@ -206,6 +206,8 @@ embedded(embedding=st.EmbeddingBag(890, 4)) -> InvalidTypeError: embedding is a 
 ngrams(torch.tensor([[1, 2, 3], [4, 5, 50]])) -> RowIndexError: tokens\\[1, 2\\] is 50 but vocab_size is 50
 ngrams(torch.tensor([[1]]), torch.tensor([[77]])) -> RowIndexError: context\\[0, 0\\] is 77
 ngrams(torch.tensor([1.0])) -> InvalidTypeError: pass tokens.long\\(\\)
+ngrams(torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged)) -> InvalidTypeError: to_padded_tensor\\(tokens
+ngrams(torch.tensor([1]), torch.tensor([1]).to_sparse()) -> InvalidTypeError: context is nested or sparse
 ngrams(torch.tensor([[1]]), torch.tensor([[1], [2]])) -> InvalidValueError: the last tokens before each
 engram(100, layers=[1, 15], layer=1) -> InvalidValueError: a number for each order
 meta_hash() -> InvalidValueError: make it with device="cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from pathlib import Path
 from typing import Annotated
@@ -30,13 +31,9 @@ def follow(
         raise InvalidValueError(
             f"FOLDER is {str(folder)!r}, which is not a folder; pass the one that deltas are written to"
         )
-    if pattern in ("", ".") or Path(pattern).is_absolute():
-        raise InvalidValueError(
-            f"--pattern is {pattern!r} but must be one of names in FOLDER; pass one such as '*.safetensors'"
-        )
-    paths = sorted(path for path in folder.glob(pattern) if path.is_file())
+    paths = sorted(path for path in folder.iterdir() if path.is_file() and fnmatch.fnmatch(path.name, pattern))
     if not paths:
-        raise InvalidValueError(f"{str(folder)!r} holds no {pattern}; pass another folder, or --pattern")
+        raise InvalidValueError(f"{str(folder)!r} holds no {pattern!r}; pass another folder, or --pattern")
     shown = Table("delta", "age", "rows", "gone", "size", "begins")
     before: Delta | None = None
     whole = True

@@ -168,6 +168,11 @@ def as_integers(values: Any, name: str) -> Tensor:
     """Return `values` as a tensor; raise `InvalidTypeError` where it holds no integers."""
     # A tensor as it is: under torch.device("meta") torch would take its values away.
     found = values if isinstance(values, Tensor) else _tensor_of(values, name)
+    if found.is_nested or found.layout != torch.strided:
+        raise InvalidTypeError(
+            f"{name} is nested or sparse ({found.layout}) but n-grams follow rows of one length; pass "
+            f"torch.nested.to_padded_tensor({name}, pad), or {name}.to_dense()"
+        )
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise InvalidTypeError(f"{name} is of dtype {found.dtype} but must hold integers; pass {name}.long()")
     return found

@@ -23,10 +23,11 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange
-from speedtransfer.untrusted import check_file, only_storage_errors
+from speedtransfer.untrusted import check_file, only_storage_errors, storage_error
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
+_NAME_SHOWN = 200  # characters in a message: it may be a text
 _TEXTS = 64  # of a Parquet file, read at once: each may be a long document
 SUFFIXES = (".txt", ".gz", ".xz", ".parquet")
 POINT = "reads a corpus"  # of `ranks.POINTS`
@@ -69,11 +70,13 @@ def find_files(source: Any) -> list[Path]:
         )
     if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
         raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
-    path = Path(source)
-    if not path.is_dir():
-        found = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    path, remedy = Path(source), "pass a text file, a folder of them, or -"
+    with storage_error(f"cannot read {str(path)[:_NAME_SHOWN]!r}", remedy):  # too long, as a text itself is
+        is_folder, exists = path.is_dir(), path.exists()
+    if not is_folder:
+        found = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not found:
-            raise StorageError(f"{str(path)!r} does not exist; pass a text file, a folder of them, or -")
+            raise StorageError(f"{str(path)[:_NAME_SHOWN]!r} does not exist; {remedy}")
         return [file for file in found if not file.is_dir()]
     names = (file.relative_to(path) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     # What is hidden, or in a hidden folder, is a copy that an editor or notebook keeps.
