@@ -70,6 +70,8 @@ def find_files(source: Any) -> list[Path]:
         )
     if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
         raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
+    if source == "-":
+        raise InvalidValueError("corpus is '-', standard input, beside other files; pass it alone (cat FILE - | ...)")
     path, remedy = Path(source), "pass a text file, a folder of them, or -"
     with storage_error(f"cannot read {str(path)[:_NAME_SHOWN]!r}", remedy):  # too long, as a text itself is
         is_folder, exists = path.is_dir(), path.exists()
