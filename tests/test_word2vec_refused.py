@@ -77,6 +77,8 @@ in_memory("abc").deposit_gradients(Block(*[torch.tensor([5, 0])] * 4)) -> RowInd
 model([]) -> InvalidValueError: vocabulary is 0 but must be at least 1
 model("abc", path="here/file/tables") -> StorageError: cannot make folder
 Word2Vec("abc", Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
+NgramVectors([[1.0, 2.0]])[["a"]] -> InvalidTypeError: \['a'\] is no word; pass a str
+NgramVectors([[1.0, 2.0]])["a\ud800"] -> InvalidValueError: word '<a\\ud800>' cannot be written as UTF-8
 NgramVectors(np.zeros((3, 2), "f4"), 4, 5)["a"] -> InvalidValueError: 'a' has no n-grams of 4 to 5 characters
 NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: has the suffix '\.txt' but must end in \.safetensors
 Vectors(["a", "b"], np.zeros((3, 2), "f4")) -> InvalidValueError: there are 2 words; pass one row a word

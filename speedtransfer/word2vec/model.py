@@ -135,7 +135,7 @@ class Word2Vec(nn.Module):
         count = self.num_words if num_words is None else min(num_words, self.num_words)
         if self._group is None and self.subwords is None:
             return self.input.table.torch()[:count].cpu()
-        vectors = torch.empty(count, self.dim, device="cpu")
+        vectors = torch.empty(count, self.dim, dtype=torch.float32, device="cpu")
         for start in range(0, count, _WORDS_AT_ONCE):
             stop = min(start + _WORDS_AT_ONCE, count)
             vectors[start:stop] = self.some_vectors(start, stop)
@@ -169,7 +169,7 @@ class Word2Vec(nn.Module):
         if self._group is None:
             rows = table.torch()[self.num_words :].cpu()
         else:
-            rows = torch.empty(table.num_rows - self.num_words, self.dim, device="cpu")
+            rows = torch.empty(table.num_rows - self.num_words, self.dim, dtype=torch.float32, device="cpu")
             for part in row_chunks(len(rows), 4 * self.dim):
                 rows[part] = table.gather(torch.arange(part.start, part.stop, device="cpu") + self.num_words).cpu()
         return NgramVectors(rows.numpy(), self.subwords.min_n, self.subwords.max_n)

@@ -114,7 +114,7 @@ class Sampler:
         stretch = self.ids[start : start + self.stretch]
         generator = torch.Generator().manual_seed(self._seed_of(step))
         words = torch.from_numpy(stretch.astype(np.int64))
-        kept = torch.rand(len(words), generator=generator, device="cpu") < self._keep[words]
+        kept = torch.rand(len(words), dtype=torch.float32, generator=generator, device="cpu") < self._keep[words]
         words = words[kept]
         windows = torch.full((len(words),), self.window, device="cpu")
         if self._draws_windows:

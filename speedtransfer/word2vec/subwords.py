@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.jit import compile_function
 from speedtransfer.tables import UniqueRows, files, unique_rows
 from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import only_storage_errors
+from speedtransfer.word2vec.formats_text import encode
 from speedtransfer.word2vec.lookup import UnknownWordError
 
 _FORMAT = "speedtransfer n-gram vectors 1"
@@ -49,7 +50,7 @@ def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
 
 def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
     """Return the bucket of every n-gram of `words`, word after word, by where they begin, then by length: int64."""
-    marked = [f"<{word}>".encode() for word in words]
+    marked = [encode(f"<{word}>") for word in words]
     ends = np.cumsum([len(word) for word in marked], dtype=np.int64)
     hashed = np.empty(count_ngrams(words, min_n, max_n).sum(), dtype=np.int64)
     _hash(np.frombuffer(b"".join(marked), dtype=np.uint8), ends, buckets, min_n, max_n, hashed)
@@ -124,12 +125,13 @@ class NgramVectors:
     Parameters
     ----------
     matrix : ndarray of float32, shape (buckets, dim)
-        Taken as it is, without a copy.
+        float32 is taken as it is, without a copy.
     min_n, max_n : int
         Characters of an n-gram.
     """
 
     def __init__(self, matrix: np.ndarray, min_n: int = 3, max_n: int = 6) -> None:
+        matrix = np.asarray(matrix, np.float32)
         if matrix.ndim != 2 or not len(matrix):
             raise InvalidValueError(f"matrix has shape {matrix.shape} but must be (buckets, dim); pass a row a bucket")
         check_ngrams(len(matrix), min_n, max_n)
@@ -140,6 +142,8 @@ class NgramVectors:
 
         Raises `UnknownWordError` where it is too short to have any.
         """
+        if not isinstance(word, str):
+            raise InvalidTypeError(f"{word!r} is no word; pass a str")
         hashed = hash_ngrams([word], len(self.matrix), self.min_n, self.max_n)
         if not len(hashed):
             raise UnknownWordError(f"{word!r} has no n-grams of {self.min_n} to {self.max_n} characters; pass another")

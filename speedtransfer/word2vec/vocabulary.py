@@ -18,7 +18,7 @@ from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.system import replace_file
 from speedtransfer.untrusted import check_file, only_storage_errors
-from speedtransfer.word2vec.formats_text import reading
+from speedtransfer.word2vec.formats_text import encode, reading
 from speedtransfer.word2vec.lookup import Words, check_counts
 from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.tokenise import WordTable, read_words
@@ -110,7 +110,7 @@ class Vocabulary(Words):
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
         with replace_file(check_path(path)) as file:
             for word, count in zip(self.words, self.counts.tolist(), strict=True):
-                file.write(f"{word} {count}\n".encode())
+                file.write(encode(f"{word} {count}\n"))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
