@@ -180,7 +180,7 @@ def test_every_setting_is_described_on_the_command_line():
 
 
 def test_file_wins_over_defaults_and_flags_over_the_file(folder):
-    Path("run.toml").write_text(TOML)
+    Path("run.toml").write_text("\ufeff" + TOML, encoding="utf-8")
     Path("run.json").write_text('{"settings": {"epochs": null, "block_words": null, "options": null}}')
     assert Settings(**read_config("run.json")) == Settings()
     assert read_config("run.toml") == {

@@ -1,6 +1,7 @@
 """The commands on vectors as a user types them: what they print, what they refuse, nothing written before it is whole."""
 
 import json
+import os
 import struct
 import sys
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_evaluate(folder):
     vectors = Vectors.load("v.txt")
     assert facts["sets"] == [evaluate(vectors, name).as_dict() for name in ("pairs.txt", "questions.txt")]
     assert facts["sets"][0]["unknown_words"] == ["x", "Y"]
+
+
+def test_evaluate_takes_names_that_are_no_text(folder):
+    vectors, pairs = (
+        Path("v.txt").rename(os.fsdecode(b"v\xe9.txt")),
+        Path("pairs.txt").rename(os.fsdecode(b"p\xe9.txt")),
+    )
+    assert run("evaluate", vectors, pairs, "--json", "figures.json").exit_code == 0
+    facts = json.loads(Path("figures.json").read_text())
+    assert (facts["vectors"], facts["sets"][0]["name"]) == (str(vectors), r"p\udce9")
 
 
 REFUSED = """\

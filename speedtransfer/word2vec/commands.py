@@ -45,7 +45,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if len(data) > _MOST_BYTES:
         raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
     try:
-        found = dict(parse_json(data)["settings"] if is_json else tomllib.loads(data.decode()))
+        found = dict(parse_json(data)["settings"] if is_json else tomllib.loads(data.decode("utf-8-sig")))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         what = 'no JSON with an object "settings"' if is_json else "no TOML"
         raise InvalidValueError(f"{where} is {what}: {error}; pass TOML, or the settings.json of a run") from None

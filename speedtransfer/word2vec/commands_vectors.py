@@ -76,7 +76,8 @@ def evaluate(
     if json_file is not None:
         facts = {"vectors": str(vectors), "restrict": restrict, "sets": [result.as_dict() for result in results]}
         with replace_file(json_file) as file:
-            file.write((json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+            # A byte of a path that is no UTF-8 is escaped as JSON escapes it.
+            file.write((json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
     console = Console(soft_wrap=True, highlight=False, markup=False)
     pairs = [result for result in results if isinstance(result, word2vec.Similarity)]
     if pairs:

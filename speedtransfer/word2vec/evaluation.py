@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_path, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_path, check_size, printable
 from speedtransfer.word2vec.evaluation_results import Analogies, Question, Section, Similarity
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import answer_analogies, lengths
@@ -78,7 +78,7 @@ def _parse_pairs(path: Path, lines: list[tuple[int, str]]) -> SimilaritySet:
             raise _malformed(path, number, line, expected) from None
         scores.append(float(score))
         pairs.append((first, second))
-    return SimilaritySet(path.stem, tuple(pairs), tuple(scores))
+    return SimilaritySet(printable(path.stem), tuple(pairs), tuple(scores))
 
 
 def _parse_analogies(path: Path, lines: list[tuple[int, str]]) -> AnalogySet:
@@ -93,7 +93,7 @@ def _parse_analogies(path: Path, lines: list[tuple[int, str]]) -> AnalogySet:
             raise _malformed(path, number, line, "four words or ': section', as lines of an analogy set are")
         else:
             sections[-1][1].append((fields[0], fields[1], fields[2], fields[3]))
-    return AnalogySet(path.stem, tuple((name, tuple(questions)) for name, questions in sections))
+    return AnalogySet(printable(path.stem), tuple((name, tuple(questions)) for name, questions in sections))
 
 
 def evaluate(
