@@ -245,7 +245,7 @@ def main() -> None:
         _fail(f"{error.format_message()} (see --help)")
     except OSError as error:
         if error.filename is not None:  # too long a name, or of a folder of somebody else
-            _fail(f"cannot use {os.fspath(error.filename)!r} ({error.strerror}); check the path and its permissions")
+            _fail(f"cannot use {error.filename!r} ({error.strerror}); check the path and its permissions")
         if error.errno not in _NO_ROOM:
             raise
         _give_up_stdout()
