@@ -331,6 +331,22 @@ def test_deltas_follow_a_checkpoint_of_state_that_no_step_has_taken(before, tmp_
     assert torch.equal(merged[0].weight, emb.weight)
 
 
+def test_lookups_that_wait_for_a_step_wait_on_where_rows_are_marked(tmp_path):
+    """As in a checkpoint, which has nothing of them either."""
+    embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1, deferred=True), idle="lazy") for _ in range(2)]
+    optimizers = [torch.optim.SGD(emb.parameters(), lr=0.1) for emb in embs]
+    embs[0](torch.tensor([1, 2]))
+    st.save_checkpoint(tmp_path / "base", embs[0], optimizers[0])
+    mark = st.mark(embs[0], optimizers[0])
+    assert not len(embs[0].vocabulary)
+    take_step(optimizers[0], embs[0](torch.tensor([2, 3])).sum())
+    st.save_delta(tmp_path / "delta.safetensors", embs[0], mark, optimizers[0])
+    st.load_checkpoint(tmp_path / "base", embs[1], optimizers[1])
+    st.apply_delta(tmp_path / "delta.safetensors", embs[1], None, optimizers[1])
+    assert torch.equal(embs[0].vocabulary.ids(), embs[1].vocabulary.ids())
+    assert torch.equal(embs[0].weight, embs[1].weight)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_of_ids_that_were_loaded_before_the_first_step_of_adagrad(background, tmp_path):
     embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1)) for _ in range(3)]

@@ -98,6 +98,8 @@ def apply_delta(
     processes.check_same(f"the delta {delta.place} to {known}")
     with held(tables), torch.no_grad():
         for table in tables.values():
+            if table.handle.id_space.come_and_go:
+                table.handle.id_space.vocabulary.settle()
             table.handle.rows.catch_up()
         before = contents_of(tables, progress) if mark is None else mark._contents
         with processes.together():

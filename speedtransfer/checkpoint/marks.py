@@ -141,8 +141,6 @@ def held(tables: Mapping[str, MarkedTable]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for handle in (table.handle for table in tables.values()):
             handle.step.recover()
-            if handle.id_space.come_and_go:
-                handle.id_space.vocabulary.settle()
             stack.enter_context(handle.rows.lock)
         yield
 
