@@ -7,6 +7,7 @@ names the bad value, the rule it broke and the remedy, on one line: the command 
 from __future__ import annotations
 
 import difflib
+import errno
 import math
 import numbers
 import operator
@@ -99,7 +100,19 @@ def check_path(path: object, name: str = "path", what: str = "a file", more: str
     check_no_url(path, name)
     if not os.fspath(path) or "\0" in os.fsdecode(path):
         raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass the path of {what}")
+    check_length(path, name)
     return Path(path)
+
+
+def check_length(path: str | os.PathLike[str], name: str = "path") -> None:
+    """Raise `InvalidValueError` where a path is longer than the file system allows; errors call it `name`."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise InvalidValueError(
+                f"{name} {os.fspath(path)!r} is too long for the file system; choose a shorter one"
+            ) from None
 
 
 def check_png(path: str | os.PathLike[str]) -> Path:

@@ -174,6 +174,7 @@ copy.apply(path, st.mark(copy.net)) -> InvalidValueError: mark was made without 
 st.apply_delta(path, copy.net) -> InvalidValueError: has the state of \['optimizer'\] but none was given
 st.apply_delta(path, copy.net, None, copy.opt) -> InvalidValueError: holds 'scheduler', which was not given
 st.merge("base", "", out) -> InvalidValueError: path is '', not a path; pass the path of a file
+st.merge("base", "a" * 300, out) -> InvalidValueError: is too long for the file system
 World("sgd").apply(path) -> InvalidValueError: optimizer is SGD but the checkpoint|begins with
 World("8-bit state").apply(path) -> InvalidValueError: begins with other rows|stored as
 st.save_delta(out, one.net.head, plain) -> InvalidValueError: no table

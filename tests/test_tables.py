@@ -104,6 +104,8 @@ Table(10**12, 128, memory="pageable")
 Table(2**62, 1, memory="device", device="cpu") -> HostMemoryError: asks for 18,446,744 TB but .*; pass memory='mmap'
 new("a.npy", 10**12, 128) -> StorageError: asks for 512 TB but .* free; choose a path on a larger disk
 Table(4, 4, memory="mmap", path="") -> InvalidValueError: path is '', not a path; pass the path of a file
+Table(4, 4, memory="mmap", path="a" * 300 + ".npy") -> InvalidValueError: is too long for the file system
+Table.open("a" * 300) -> StorageError: File name too long
 new("no/folder") -> InvalidValueError: is not a folder that exists, and does not end in
 new("table.bin") -> InvalidValueError: but a table is .npy or .safetensors; rename it
 new("missing/table.npy") -> StorageError: No such file or directory.*; choose a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.objects import state_methods
 from speedtransfer.checkpoint.store import Store
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, is_url
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_length, is_url
 
 
 def check_arguments(
@@ -59,11 +58,5 @@ def place_of(path: object) -> Folder | Store:
         )
     if "\0" in str(folder):
         raise InvalidValueError(f"path {str(folder)!r} has a NUL, which no path has; remove it")
-    try:
-        os.lstat(folder)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise InvalidValueError(
-                f"path {str(folder)!r} is too long for the file system; choose a shorter one"
-            ) from None
+    check_length(folder)
     return Folder(folder)

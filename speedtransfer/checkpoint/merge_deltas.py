@@ -97,7 +97,7 @@ def merge(
 def _paths(deltas: Any) -> list[Path]:
     if isinstance(deltas, str | os.PathLike):
         folder = Path(deltas)
-        deltas = sorted(folder.glob("*.safetensors")) if str(deltas) and folder.is_dir() else [deltas]
+        deltas = sorted(folder.glob("*.safetensors")) if str(deltas) and os.path.isdir(folder) else [deltas]
     if not isinstance(deltas, Iterable):
         raise InvalidTypeError(
             f"deltas is a {type(deltas).__name__} but must be the paths of files of st.save_delta, or their folder; pass these"

@@ -75,9 +75,9 @@ class Catalog:
             raise InvalidTypeError(f"{of_key} is a {type(key).__name__} but must be the name of a tensor; pass a str")
         if key is not None and any(name is not None for _, name in given):
             raise InvalidValueError(f"{of_key} is {key!r} but {what} has (file, key) pairs; pass one of the two")
-        many = [path for path, _ in given if path.is_dir() or path.name.endswith(INDEX)]
+        many = [path for path, _ in given if os.path.isdir(path) or path.name.endswith(INDEX)]
         if many and key is None:
-            if many[0].is_dir():
+            if os.path.isdir(many[0]):
                 _files_in(many[0])
             raise InvalidValueError(
                 f"{str(many[0])!r} has many tensors; pass {of_key}, the name of one, or with {NUMBER} in the place of a "
@@ -96,7 +96,7 @@ class Catalog:
 
     def _tensors(self, path: Path) -> Iterable[tuple[str, Path]]:
         """Yield the tensors of a file, or those that a folder or an index names, with their files."""
-        if path.is_dir():
+        if os.path.isdir(path):
             for one in _files_in(path):
                 yield from self._tensors(one)
         elif path.name.endswith(INDEX):
