@@ -347,6 +347,25 @@ def test_lookups_that_wait_for_a_step_wait_on_where_rows_are_marked(tmp_path):
     assert torch.equal(embs[0].weight, embs[1].weight)
 
 
+def test_new_ids_begin_with_the_state_of_the_first_learning_rate(tmp_path):
+    """That of Rprop has it, and so has each row that a dense optimizer began with."""
+    embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1), idle="lazy") for _ in range(2)]
+    optimizers = [torch.optim.Rprop(emb.parameters(), lr=0.05) for emb in embs]
+    take_step(optimizers[0], embs[0](torch.tensor([1, 2])).sum())
+    for number in range(3):
+        optimizers[0].param_groups[0]["lr"] *= 0.5
+        if not number:
+            st.save_checkpoint(tmp_path / "base", embs[0], optimizers[0])
+            st.load_checkpoint(tmp_path / "base", embs[1], optimizers[1])
+            mark, known = st.mark(embs[0], optimizers[0]), None
+        take_step(optimizers[0], embs[0](torch.tensor([1, 3 + number])).sum())
+        mark = st.save_delta(tmp_path / "delta.safetensors", embs[0], mark, optimizers[0])
+        known = st.apply_delta(tmp_path / "delta.safetensors", embs[1], known, optimizers[1])
+    for emb, optimizer in zip(embs, optimizers, strict=True):
+        take_step(optimizer, emb(torch.tensor([1, 9])).sum())
+    assert torch.equal(embs[0].weight, embs[1].weight)
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_of_ids_that_were_loaded_before_the_first_step_of_adagrad(background, tmp_path):
     embs = [st.Embedding(10, 4, vocabulary=st.Vocabulary(seed=1)) for _ in range(3)]

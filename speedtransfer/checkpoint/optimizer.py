@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
             entries = {key: value for key, value in entries.items() if key not in planes}
         for key, (plane, spec) in planes.items():
             rows[key] = encode_rows(owned[number], plane, f"{path}[{key!r}]", keeps, spec.tail, spec.dtype)
+            # What new rows begin with: that of the first step, whose learning rate may have been another one.
+            rows[key] |= {} if spec.initial is None else {"initial": spec.initial}
         states.append([number, {"entries": encode(entries, path, keeps.whole), "rows": rows}])
     rest = encode(content, name, keeps.whole)
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
@@ -236,5 +239,7 @@ def _planes_of(
                 f"{path}[{key!r}] in the checkpoint is {saved.shape} {saved.dtype} but the table needs {shape} "
                 f"{spec.dtype}; load what was saved with this table"
             )
+        if "initial" in node:
+            specs[key] = replace(spec, initial=float(node["initial"]))
         planes[key] = saved
     return planes

@@ -136,10 +136,11 @@ class StatePlanes:
         return {name: (self._planes[name], self._specs[name]) for name in names}
 
     def matches(self, specs: dict[str, PlaneSpec]) -> bool:
-        """Tell whether the planes have the names, shapes and dtypes of `specs`."""
+        """Tell whether the planes have the names, shapes, dtypes and initial values of `specs`."""
         own = self._specs
         return own.keys() == specs.keys() and all(
-            (own[n].tail, own[n].dtype) == (spec.tail, spec.dtype) for n, spec in specs.items()
+            (own[n].tail, own[n].dtype, own[n].initial) == (spec.tail, spec.dtype, spec.initial)
+            for n, spec in specs.items()
         )
 
     # --- loaded state -------------------------------------------------------------------------------------------------
