@@ -80,6 +80,8 @@ module(torch.tensor([True])) -> InvalidTypeError: ids
 module(["a"]) -> InvalidTypeError: ids
 module([2**64]) -> InvalidValueError: ids
 module([[1], [2, 3]]) -> InvalidValueError: ids
+[1, 2] in module.vocabulary -> InvalidValueError: shape \(2,\) but `in` asks for one id
+[] in module.vocabulary -> InvalidValueError: shape \(0,\) but `in` asks for one id
 module.vocabulary.update([1], torch.ones(1, 3, device="meta")) -> InvalidTypeError: rows is on the meta device
 module.vocabulary.update([1], torch.ones(1, 3).to_sparse()) -> InvalidTypeError: rows has layout
 module.activate(unique_rows(ids(1, 2), 4, ids(1, 2))) -> InvalidTypeError: UniqueRows, which are numbers of rows

@@ -192,7 +192,12 @@ class Vocabulary(Room):
             return torch.from_numpy(live.ids[live.occupied()])
 
     def __contains__(self, id: Any) -> bool:
-        return bool(self.rows([id])[0] >= 0)
+        rows = self.rows(id)
+        if rows.numel() != 1:
+            raise InvalidValueError(
+                f"id has shape {tuple(rows.shape)} but `in` asks for one id; pass one, or call vocabulary.rows(ids) >= 0"
+            )
+        return rows.item() >= 0
 
     def rows(self, ids: Any) -> Tensor:
         """Return the rows of ids in ``embedding.table``, int64 in the shape of `ids`, -1 of an unknown one."""
