@@ -12,6 +12,8 @@ from cases import saved, take_step
 from optimizer_cases import case_named
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError, StorageError
@@ -588,6 +590,18 @@ def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way):
     for each in (run, other):
         each.train(2)
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint(tmp_path):
+    modules = [st.Embedding(5, 2, vocabulary=st.Vocabulary(seed=1, admit=2, evict="lfu")) for _ in range(2)]
+    take_step(torch.optim.AdamW(modules[0].parameters()), modules[0](torch.tensor([7, 7, -1])).sum())
+    dcp.save(get_model_state_dict(modules[0]), checkpoint_id=tmp_path, no_dist=True)
+    found = copy.deepcopy(get_model_state_dict(modules[1]))
+    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    set_model_state_dict(modules[1], found)
+    for one, other in zip(modules[0].vocabulary.export(), modules[1].vocabulary.export(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_averages_by_state_dicts_are_refused():

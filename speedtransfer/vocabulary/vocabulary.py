@@ -123,6 +123,9 @@ class Vocabulary(Room):
     (torch.Size([3, 64]), 3)
     """
 
+    # Keys of state dicts, "emb.vocabulary.last_use", which torch.distributed.checkpoint looks up as attributes.
+    last_use = counts = sightings = released = origin = numbers = None
+
     def __init__(
         self,
         capacity: int | None = None,
