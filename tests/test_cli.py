@@ -104,7 +104,7 @@ word2vec train good.txt -o out --dim x -> integer
 word2vec train good.txt -> -o
 word2vec train good.txt -o out --dimm 3 -> --dimm
 word2vec nearest good.txt river -> good.txt
-word2vec nearest LONG river -> (File name too long); check the path
+word2vec nearest LONG river -> is too long for the file system; choose a shorter one
 trian -> trian
 calibrate --device tpu -> pass --device cpu or --device cuda:0
 bench transfr -> 'transfer'
