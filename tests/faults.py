@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 def faults_of(text):
     for node in ast.walk(ast.parse(text)):
-        changed: list[tuple[ast.expr | ast.stmt, str]] = []
+        changed = []
         is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant | ast.Yield)
         if is_call or isinstance(node, ast.AugAssign | ast.Raise | ast.Delete):
             changed.append((node, "pass"))

@@ -106,6 +106,17 @@ SHOWN = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*GradScaler")
+def test_steps_that_are_counted_on_a_gpu_are_made_on_the_cpu(script, tmp_path):
+    warm = script("warm_steps")
+    for number, form in enumerate(warm.FORMS.values()):
+        memory = "pageable" if form.memory in ("pinned", "device") else form.memory
+        (folder := tmp_path / str(number)).mkdir()
+        step = dataclasses.replace(form, memory=memory).build(warm.Sizes(2600, 832, 8), CPU, folder)
+        for _ in range(2):
+            step()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_each_runs_small(suites, likes, texts, monkeypatch, tmp_path, name):

@@ -69,3 +69,13 @@ def test_the_page_counts_what_it_lists():
     text = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     assert text == section(LISTED)
     assert re.match(r"[\d,]+ of [\d,]+ cells refuse\.\n", text)
+
+
+def test_every_value_and_every_pair_of_a_sweep_runs():
+    axes = {"optimizer": "abcd", "dtype": "xyz", "idle": "le"}
+    cases = {"".join(case): list(zip(axes, case, strict=True)) for case in itertools.product(*axes.values())}
+    assert len(cover(cases, 1)) == 4
+    kept = cover(cases, 2)
+    pairs = {pair for name in kept for pair in itertools.combinations(name, 2)}
+    assert len(pairs) == 4 * 3 + 4 * 2 + 3 * 2
+    assert 12 <= len(kept) <= 14

@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as some
 import torch
@@ -80,7 +79,7 @@ class DeltaMachine(RuleBasedStateMachine):
         st.merge(self.folder / "base", self.deltas, out)
         if self.one.by_id:
             # Ids may have other rows.
-            merged: Any = self.new()
+            merged = self.new()
             merged.net.more.table.grow(self.rows_saved)
             merged.load(out)
             assert merged.mark().fingerprints == self.mark.fingerprints

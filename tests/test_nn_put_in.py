@@ -1,8 +1,6 @@
 """A weight that is put into a table module from outside, also on the meta device: seen as ``torch.nn.Embedding`` sees it."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -98,7 +96,7 @@ def test_every_use_sees_it(kind, put, born, tmp_path):
         results = []
         for make in MAKE[kind]:
             torch.manual_seed(0)
-            model: nn.Module = nn.Sequential(make(20, 4, device="meta" if born == "meta" else "cpu"))
+            model = nn.Sequential(make(20, 4, device="meta" if born == "meta" else "cpu"))
             if born == "trained":
                 trained(model)
             PUT[put](model[0], nn.Parameter(ROWS.clone()))
@@ -115,9 +113,9 @@ def test_every_use_sees_it(kind, put, born, tmp_path):
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_needs_the_table_says_how_it_gets_the_rows(kind):
     for device in ("meta", "cpu"):
-        module: Any = MAKE[kind][1](20, 4, device=device)
+        module = MAKE[kind][1](20, 4, device=device)
         module._parameters["weight"] = nn.Parameter(ROWS.clone())
-        uses: list[Callable[[Any], Any]] = [lambda m: m.table, lambda m: m.activate(IDS), lambda m: m.prefetch(IDS)]
+        uses = [lambda m: m.table, lambda m: m.activate(IDS), lambda m: m.prefetch(IDS)]
         for use in uses:
             with pytest.raises(InvalidTypeError, match="was swapped from outside"):
                 use(module)

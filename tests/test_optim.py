@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Any
 
 import psutil
 import pytest
@@ -232,7 +231,7 @@ def test_state_that_was_dropped_is_loaded_again():
     for emb in (st.Embedding(5, 2), nn.Embedding(5, 2)):
         nn.init.ones_(emb.weight)
         opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-        saved: Any = None
+        saved = None
         for number in range(4):
             if number:
                 opt.zero_grad()

@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -140,7 +139,7 @@ def test_code_of_sizes_runs(optimizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = st.plan({"users": (50, 8), "class": (20, 4)}, optimizer, machine=ON_CPU)
     for option in plan.options:
-        names: dict[str, object] = {"st": st, "torch": torch}
+        names = {"st": st, "torch": torch}
         exec(option.code, names)
         assert names["users"].weight.shape == (50, 8)
         assert (optimizer is not None) == names["users"].weight.requires_grad
@@ -175,7 +174,7 @@ def test_code_of_a_model_with_tables():
     model["all"] = st.MultiEmbedding([5, 6], 8)
     for optimizer, other in (("Adagrad", "dense"), ("SGD", "nn.Embedding(sparse=True)")):
         (plain, *rest) = st.plan(model, optimizer, machine=ON_CPU).options
-        names: dict[str, Any] = {"st": st, "torch": torch, "model": model}
+        names = {"st": st, "torch": torch, "model": model}
         exec(plain.code, names)
         assert type(names["model"]["one"]["two"]) is nn.EmbeddingBag
         assert "# with the other arguments of 'one.two'" in rest[0].code

@@ -41,9 +41,12 @@ def test_bytes_on_the_bus_over_its_rate():
     assert step.up == step.down == pytest.approx(3 * 4 * 128 * work.unique)
     assert (found.up_s, found.down_s) == (pytest.approx(step.up / 50e9), pytest.approx(step.down / 40e9))
     assert estimate_step(work, Form(), DEVICE, GPU).up_s == 0
+    # Rates that are not known.
+    assert estimate_step(work, Form(), PINNED, Machine("m", device="GPU", device_bytes=1e9)) is None
+    assert estimate_step(work, Form(), "pageable", Machine("m", host_bytes=1e9)) is None
 
 
-def test_one_kernel_reads_state_while_it_writes():
+def test_what_goes_on_at_once():
     work = workload()
     found, step = estimate_step(work, Form(), PINNED, GPU), moved(work, Form())
     assert found.both_ways_s == pytest.approx(2 / 3 * step.up / 50e9)
@@ -54,9 +57,6 @@ def test_one_kernel_reads_state_while_it_writes():
     for other in (*others, workload(idle="exact")):
         assert estimate_step(other, Form(), PINNED, GPU).both_ways_s == 0
     assert estimate_step(work, Form("bfloat16"), PINNED, GPU).both_ways_s == 0
-
-
-def test_overlap():
     found = Estimate(host_s=1, up_s=2, down_s=3, compute_s=4)
     assert (found.seconds, found.ahead_s, found.bound) == (10, 4, "bus")
     queued = Estimate(host_s=20, up_s=2, down_s=3, compute_s=4, queued=True)
@@ -75,15 +75,9 @@ def test_pages_that_memory_does_not_hold():
     assert (found.disk_s, found.bound) == (pytest.approx(most / 1e9), "disk")
 
 
-def test_rates_that_are_not_known():
-    assert estimate_step(workload(), Form(), PINNED, Machine("m", device="GPU", device_bytes=1e9)) is None
-    assert estimate_step(workload(), Form(), "pageable", Machine("m", host_bytes=1e9)) is None
-
-
 def test_shares_that_a_cache_serves():
     (nothing, some, most, everything) = served_share(workload(zipf=1.05), [0.0, 0.01, 0.5, 1.0])
-    assert nothing == 0
-    assert 0.01 < some < most < everything == pytest.approx(1)
+    assert nothing == 0 < 0.01 < some < most < everything == pytest.approx(1)
     assert served_share(workload(zipf=0.0), [0.25]) == [pytest.approx(0.25)]
 
 
@@ -220,14 +214,13 @@ def test_state_that_is_made_late_counts():
     assert_right(size, *trained(Lookahead, 8, 6, idle="lazy"))
 
 
-def test_float64_and_optimizers_of_sparse_gradients():
+def test_float64_frozen_tables_and_optimizers_of_sparse_gradients():
     assert_right(table_size(ROWS, 24, dtype=torch.float64), *trained(torch.optim.AdamW, 24, 2, dtype=torch.float64))
     size = table_size(ROWS, 24, torch.optim.SparseAdam)
     assert not size.exact
     assert_right(size, *trained(torch.optim.SparseAdam, 24, 2, sparse=True, idle="lazy"))
-
-
-def test_a_frozen_table():
+    assert not table_size(10, 8, Unknown).exact
+    assert table_size(10, 8, functools.partial(torch.optim.SGD, momentum=0.9)).state_bytes == 320
     size = table_size(ROWS, 160, None, storage_dtype=torch.int8)
     assert (size.weight_bytes, size.scale_bytes, size.state_bytes) == (160_000, 4_000, 0)
     assert size.step(7) == (7 * 164, 0)
@@ -259,8 +252,3 @@ table_size(10, 8).step(11) -> InvalidValueError: distinct is 11 but must be from
 @pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
 def test_what_cannot_be_is_refused(refusal):
     check_refused(refusal, table_size=table_size, torch=torch, Unknown=Unknown)
-
-
-def test_momentum_is_state_and_what_is_unknown_is_not_exact():
-    assert not table_size(10, 8, Unknown).exact
-    assert table_size(10, 8, functools.partial(torch.optim.SGD, momentum=0.9)).state_bytes == 320

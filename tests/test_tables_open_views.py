@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -136,7 +135,7 @@ def test_two_tables_over_one_file(idle, tmp_path):
         if kind == "ours":
             np.save(tmp_path / "table.npy", weight.numpy())
             tables = [st.Table.load(tmp_path / "table.npy", memory="mmap", writable=True) for _ in range(2)]
-            embs: list[Any] = [st.Embedding.from_pretrained(table, freeze=False, idle=idle) for table in tables]
+            embs = [st.Embedding.from_pretrained(table, freeze=False, idle=idle) for table in tables]
         else:
             embs = [nn.Embedding(10, 3, _weight=weight) for _ in range(2)]
         # Without momentum rows that are not touched stay as they are.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import interrupt
 import pytest
@@ -152,7 +151,7 @@ def test_a_row_that_is_being_written_is_read_whole(name):
     nn.init.zeros_(emb.weight)
     table, ids = emb.table, torch.arange(ROWS)
     with ThreadPoolExecutor(1) as pool:
-        found: list[Any] = []
+        found = []
 
         def meanwhile():
             found.append(pool.submit(torch.no_grad()(lambda: READS[name](emb, ids).clone())))

@@ -9,7 +9,6 @@ import copy
 import random
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -294,7 +293,7 @@ def run(program, setting, watch):
         for number, statement in enumerate(program):
             if setting.copies and "kept['numpy'].sum()" in statement:
                 continue  # the array is over a copy, which steps do not change (docs/limits.md)
-            results: list[Any] = []
+            results = []
             for world in worlds:
                 try:
                     results.append(world.run_statement(statement, number))

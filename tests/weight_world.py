@@ -138,7 +138,7 @@ class World:
                 "full": torch.randn(ROWS, DIM, generator=draw),
                 "bias": torch.randn(ROWS, generator=draw),
             }
-            self.names: dict[str, Any] = {
+            self.names = {
                 **LIBRARIES,
                 **{name: value.to(self.device) for name, value in given.items()},
                 "make_opt": lambda params: setting.optimizer(params, **copy.deepcopy(setting.options)),

@@ -143,7 +143,7 @@ class Job:
             # Processes send no float8 to each other.
             parts = {key: bits_of(handle.table.plane(key)).clone() for key in stored}
             if isinstance(handle.owners, Sharded) and self.setup.kind != "shared":
-                each: list[Any] = [None] * self.ranks
+                each = [None] * self.ranks
                 dist.all_gather_object(each, (handle.owners.partition.ids_of(self.rank), parts))
                 order = torch.cat([ids for ids, _ in each]).argsort()
                 parts = {key: torch.cat([part[key] for _, part in each])[order] for key in parts}

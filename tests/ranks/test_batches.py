@@ -60,7 +60,7 @@ def catch(broken, batches, ranks):
         return []
     is_broken = dist.get_rank() in broken
     for _ in range(2):
-        seen: list[int] = []
+        seen = []
         steps = equal_steps(Broken(batches if is_broken else 2, is_broken), group)
         said.append((seen, told(functools.partial(seen.extend, steps))))
         # All ranks are in step, and may go on.

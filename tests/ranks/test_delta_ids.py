@@ -89,7 +89,7 @@ class World:
         """Return what is known of ids, whatever rows they have; the same in all processes."""
         found = [value.tolist() for value in self.net.head.state_dict().values()]
         for vocabulary in (self.net.emb.vocabulary, self.net.many.vocabulary):
-            parts: list[Any] = [vocabulary.export()]
+            parts = [vocabulary.export()]
             if self.group:
                 parts *= self.ranks
                 dist.all_gather_object(parts, parts[0])

@@ -7,7 +7,6 @@ import functools
 import itertools
 import random
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ class Net(nn.Module):
         self.apart, self.form = apart, form
         options = {"process_group": dist.group.WORLD, **KINDS[kind]}
         if form == "fused":
-            self.one: Any = st.MultiEmbedding([ROWS] * COLUMNS, DIM, padding_idx=[None, 1, None, 2], **options)
+            self.one = st.MultiEmbedding([ROWS] * COLUMNS, DIM, padding_idx=[None, 1, None, 2], **options)
             self.tables = list(self.one.values())
         elif form == "asked":
             self.tables = nn.ModuleList(nn.Embedding(ROWS, DIM + number % 2) for number in range(COLUMNS))
