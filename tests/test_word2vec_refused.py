@@ -56,7 +56,7 @@ Corpus(Unread(), window=3) -> InvalidTypeError: unexpected keyword argument 'win
 Corpus(3) -> InvalidTypeError: corpus is a int but must be a path
 Corpus("") -> InvalidValueError: corpus is '' but must be a path
 Corpus("-") -> StorageError: corpus is '-' but the standard input is closed
-Corpus("the text itself " * 500) -> StorageError: ^cannot read 'the text.{190,200}File name too long\); pass a text file
+Corpus("the text itself " * 500) -> StorageError: ^'the text.{190,200}' does not exist; pass a text file
 Corpus(["-", "here/file"]) -> InvalidValueError: corpus is '-', standard input, beside other files
 Corpus("nowhere") -> StorageError: 'nowhere' does not exist; pass a text file
 Corpus("here") -> InvalidValueError: holds no \.txt, \.gz, \.xz, \.parquet file

@@ -98,9 +98,8 @@ def _may_be_compiled(rows: Tensor) -> bool:
 def _check_kernel(device: torch.device) -> bool:
     """Compare the kernel with torch where words repeat, at the ends of a block, and where nobody is around; the host waits."""
     position = torch.arange(50, device="cpu")
-    words = position * 7 % 23
     before, after = torch.minimum(position % 4, position), torch.minimum(position % 3, 49 - position)
-    places = Places.find(Block(words, before, after, position[:22:2], 4), 23, num_draws=5).to(device)
+    places = Places.find(Block(position * 7 % 23, before, after, position[:22:2], 4), 23, num_draws=5).to(device)
     for model in MODELS:
         found = []
         for train in (spans.train_by_kernel, spans.train_in_torch):

@@ -220,9 +220,8 @@ class Settings:
         from speedtransfer.word2vec.subwords import check_ngrams
 
         check_ngrams(self.buckets, self.min_n, self.max_n)
-        make_optimizer(
-            self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], self.first_lr, self.options
-        )
+        weight = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        make_optimizer(self.optimizer, [weight], self.first_lr, self.options)
 
     @property
     def first_lr(self) -> float:

@@ -23,11 +23,10 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.lazy import import_extra
 from speedtransfer.ranks import Exchange
-from speedtransfer.untrusted import check_file, only_storage_errors, storage_error
+from speedtransfer.untrusted import check_file, only_storage_errors
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
-_NAME_SHOWN = 200  # characters in a message: it may be a text
 _TEXTS = 64  # of a Parquet file, read at once: each may be a long document
 SUFFIXES = (".txt", ".gz", ".xz", ".parquet")
 POINT = "reads a corpus"  # of `ranks.POINTS`
@@ -60,25 +59,21 @@ def name_of(source: Source) -> str:
 
 def find_files(source: Any) -> list[Path]:
     """Return the files that a file, folder, pattern or list of these stands for, in reading order; raise if there are none."""
+    if isinstance(source, str | list | tuple) and not source:  # of a shell variable that is not set, for one
+        raise InvalidValueError(f"corpus is {source!r} but must be a path; pass a text file, a folder of them, or -")
     if isinstance(source, list | tuple):
-        if not source:
-            raise InvalidValueError("corpus is an empty list; pass a text file, a folder of them, or -")
         return [file for one in source for file in find_files(one)]
     if not isinstance(source, str | os.PathLike):
         raise InvalidTypeError(
             f"corpus is a {type(source).__name__} but must be a path, a list of them, '-' or a binary file; pass one"
         )
-    if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
-        raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
     if source == "-":
         raise InvalidValueError("corpus is '-', standard input, beside other files; pass it alone (cat FILE - | ...)")
-    path, remedy = Path(source), "pass a text file, a folder of them, or -"
-    with storage_error(f"cannot read {str(path)[:_NAME_SHOWN]!r}", remedy):  # too long, as a text itself is
-        is_folder, exists = path.is_dir(), path.exists()
-    if not is_folder:
-        found = [path] if exists else sorted(map(Path, glob.glob(str(path), recursive=True)))
+    path = Path(source)
+    if not os.path.isdir(path):  # which takes too long a name, or a text itself
+        found = [path] if os.path.exists(path) else sorted(map(Path, glob.glob(str(path), recursive=True)))
         if not found:
-            raise StorageError(f"{str(path)[:_NAME_SHOWN]!r} does not exist; {remedy}")
+            raise StorageError(f"{str(path)[:200]!r} does not exist; pass a text file, a folder of them, or -")
         return [file for file in found if not file.is_dir()]
     names = (file.relative_to(path) for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     # What is hidden, or in a hidden folder, is a copy that an editor or notebook keeps.
