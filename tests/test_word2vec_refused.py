@@ -37,7 +37,7 @@ Settings(divide=2) -> InvalidTypeError: divide is 2 but must be True or False
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63
 Settings(lr=10**400) -> InvalidValueError: lr is 1000.* but must be finite
 Settings(optimizer="adamv") -> InvalidValueError: optimizer 'adamv' is not in torch.optim; did you mean 'adam'
-Settings(optimizer="Muon") -> InvalidValueError: optimizer 'Muon' does not train row by row; choose from
+Settings(optimizer="Adafactor") -> InvalidValueError: optimizer 'Adafactor' does not train row by row; choose from
 Settings(options=[1]) -> InvalidTypeError: options is \[1\] but must be a dict by argument name
 Settings(options={"lr": 1}) -> InvalidValueError: options holds lr=1, which is a setting of its own; pass it as lr
 Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; did you mean 'eps'

@@ -129,7 +129,7 @@ def _isolated(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
         # Optimizers of torch 2.6 make their count of steps where the default device is.
-        contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"),
+        contextlib.nullcontext() if torch.empty(0, device=None).is_cpu else torch.device("cpu"),
         without_gradients(optimizer),
     ):
         seed(device, 0)
