@@ -26,13 +26,11 @@ struct Unique {
     long long* order_made;   // (count,): `order`, where find_few makes it
 };
 
-__device__ inline long long number_at(const char* numbers, const Unique& given, long long i) {
-    return given.wide ? reinterpret_cast<const long long*>(numbers)[i] : reinterpret_cast<const int*>(numbers)[i];
-}
-
-__device__ inline void set_number(char* numbers, const Unique& given, long long i, long long value) {
-    if (given.wide) reinterpret_cast<long long*>(numbers)[i] = value;
-    else reinterpret_cast<int*>(numbers)[i] = static_cast<int>(value);
+// Once, and not for each number, for which the compilers of CUDA 12.1 to 12.4 find no end.
+template <typename Do>
+__device__ inline void by_type(const Unique& given, Do call) {
+    if (given.wide) call(reinterpret_cast<long long*>(given.keys), reinterpret_cast<long long*>(given.groups));
+    else call(reinterpret_cast<int*>(given.keys), reinterpret_cast<int*>(given.groups));
 }
 
 }  // namespace
@@ -99,38 +97,40 @@ extern "C" __global__ void find_few(const __grid_constant__ Unique given) {
 
 // keys[i] = index[i], or table_rows where there is no such row
 extern "C" __global__ void find_keys(const __grid_constant__ Unique given) {
-    for (long long i = this_thread(); i < given.count; i += all_threads()) {
-        const unsigned long long row = static_cast<unsigned long long>(given.index[i]);
-        const unsigned long long rows = static_cast<unsigned long long>(given.table_rows);
-        set_number(given.keys, given, i, static_cast<long long>(row < rows ? row : rows));
-    }
+    by_type(given, [&](auto* keys, auto*) {
+        for (long long i = this_thread(); i < given.count; i += all_threads()) {
+            const unsigned long long row = static_cast<unsigned long long>(given.index[i]);
+            const unsigned long long rows = static_cast<unsigned long long>(given.table_rows);
+            keys[i] = row < rows ? row : rows;
+        }
+    });
 }
 
 // groups[i] = whether keys[i], sorted by now, is the first of its kind
 extern "C" __global__ void mark_groups(const __grid_constant__ Unique given) {
-    for (long long i = this_thread(); i < given.count; i += all_threads()) {
-        const bool first = i == 0 || number_at(given.keys, given, i) != number_at(given.keys, given, i - 1);
-        set_number(given.groups, given, i, first);
-    }
+    by_type(given, [&](const auto* keys, auto* groups) {
+        for (long long i = this_thread(); i < given.count; i += all_threads()) groups[i] = i == 0 || keys[i] != keys[i - 1];
+    });
 }
 
 // The rest, once `groups` has been summed: each place then has the number of its group, counted from 1.
 extern "C" __global__ void write_groups(const __grid_constant__ Unique given) {
-    const long long num_groups = number_at(given.groups, given, given.count - 1);
-    for (long long i = this_thread(); i < given.count; i += all_threads()) {
-        const long long group = number_at(given.groups, given, i) - 1;
-        given.inverse[given.order[i]] = group;
-        if (i == 0 || group != number_at(given.groups, given, i - 1) - 1) {
-            given.ids[group] = number_at(given.keys, given, i);
-            given.starts[group] = i;
+    by_type(given, [&](const auto* keys, const auto* groups) {
+        const long long num_groups = groups[given.count - 1];
+        for (long long i = this_thread(); i < given.count; i += all_threads()) {
+            const long long group = groups[i] - 1;
+            given.inverse[given.order[i]] = group;
+            if (i == 0 || group != groups[i - 1] - 1) {
+                given.ids[group] = keys[i];
+                given.starts[group] = i;
+            }
         }
-    }
-    for (long long group = num_groups + this_thread(); group <= given.room; group += all_threads()) {
-        if (group < given.room) given.ids[group] = given.table_rows;
-        given.starts[group] = given.count;
-    }
-    if (this_thread() == 0) {
-        const bool all_exist = number_at(given.keys, given, given.count - 1) < given.table_rows;
-        *given.num_unique = all_exist ? num_groups : num_groups - 1;
-    }
+        for (long long group = num_groups + this_thread(); group <= given.room; group += all_threads()) {
+            if (group < given.room) given.ids[group] = given.table_rows;
+            given.starts[group] = given.count;
+        }
+        if (this_thread() == 0) {
+            *given.num_unique = keys[given.count - 1] < given.table_rows ? num_groups : num_groups - 1;
+        }
+    });
 }
