@@ -29,19 +29,21 @@ def test_the_sanitizer_sees_every_source():
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc is not installed")
+@pytest.mark.timeout(200)  # of some loops a compiler finds no end
 class TestCompile:
+    @pytest.mark.parametrize("which", [0, -1], ids=["oldest", "newest"])
     @pytest.mark.parametrize("source", SOURCES)
-    def test_compiles(self, source):
+    def test_compiles(self, source, which):
         """To code for no device: the last step, of which each architecture has its own, takes seconds."""
-        self.check_code(source, "compute_90")
+        self.check_code(source, "compute_90", which)
 
     def kernels_of(self, source):
         names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
         assert names
         return names
 
-    def check_code(self, source, architecture):
-        code, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, kind="PTX")
+    def check_code(self, source, architecture, which=-1):
+        code, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, kind="PTX", which=which)
         assert log.strip("\0\n") == ""
         assert all(f".entry {name}(".encode() in code for name in self.kernels_of(source))
         # Subnormal numbers stay; the one exception is in CUDA's own expf.
