@@ -9,6 +9,7 @@ import re
 import nvrtc
 import pytest
 import torch
+from cases import elsewhere
 from cpu_kernels import CHECKS, MOVING, cpu_kernels
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
@@ -43,7 +44,9 @@ class TestCompile:
         return names
 
     def check_code(self, source, architecture, which=-1):
-        code, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, kind="PTX", which=which)
+        # On a thread of its own: the compiler of CUDA 12.1 leaves the locale, by which Python decodes, at C.
+        text = kernel_source(source)
+        code, log = elsewhere(lambda: nvrtc.compile_cubin(text, source, architecture, (), "PTX", which))
         assert log.strip("\0\n") == ""
         assert all(f".entry {name}(".encode() in code for name in self.kernels_of(source))
         # Subnormal numbers stay; the one exception is in CUDA's own expf.

@@ -146,8 +146,7 @@ def test_a_share_of_distinct_rows_with_their_lookups():
     whole, part = Draws(5000, 5000, 4000, 1.05, 1.0, None, 3), Draws(5000, 5000, 4000, 1.05, 0.25, None, 3)
     counts = [[(len(ids), len(np.unique(ids))) for ids in (draws.step() for _ in range(20))] for draws in (whole, part)]
     (all_ids, all_rows), (ids, rows) = (np.mean(count, axis=0) for count in counts)
-    assert rows == pytest.approx(0.25 * all_rows, rel=0.02)
-    assert ids == pytest.approx(0.25 * all_ids, rel=0.25)
+    assert (rows, ids) == (pytest.approx(0.25 * all_rows, rel=0.02), pytest.approx(0.25 * all_ids, rel=0.25))
 
 
 def test_distinct_rows_that_are_given():
@@ -194,8 +193,7 @@ def assert_right(size, table, distinct, moved):
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 def test_every_form(dim, storage, state, idle):
     options = {"storage_dtype": storage, "state_dtype": state, "idle": idle}
-    size = table_size(ROWS, dim, **options)
-    assert_right(size, *trained(torch.optim.AdamW, dim, 3, **options))
+    assert_right(size := table_size(ROWS, dim, **options), *trained(torch.optim.AdamW, dim, 3, **options))
     assert size.exact == (idle == "exact")
 
 
