@@ -88,13 +88,13 @@ class TestBinaries:
         found = []
 
         def compile_using_nvrtc(source, options):
-            found.append(options)
+            found.append(threading.current_thread() is not threading.main_thread() and options)
             return b"the binary", None
 
         cuda = types.SimpleNamespace(
             compiler=types.SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
             nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
-            Device=lambda: types.SimpleNamespace(compute_capability="90"),
+            Device=type("Device", (contextlib.nullcontext,), {"compute_capability": "90"}),
         )
         monkeypatch.setattr(launch, "load_cupy", lambda: types.SimpleNamespace(cuda=cuda, __version__="14"))
         monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))

@@ -21,6 +21,7 @@ from speedtransfer.cuda.streams import current_stream
 from speedtransfer.errors import DeviceError, StorageError
 from speedtransfer.once import once
 from speedtransfer.system import cache_folder, replace_file
+from speedtransfer.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -233,12 +234,20 @@ def _binary(source: str, name: str) -> bytes:
     ``cupy.RawModule`` would compile it with ``-ftz=true``: numbers below 1.2e-38 would be zero, and on the host are not.
     """
     cupy = load_cupy()
-    compiler, capability = cupy.cuda.compiler, cupy.cuda.Device().compute_capability
-    about = (source, capability, cupy.cuda.nvrtc.getVersion(), cupy.__version__, OPTIONS)
+    device = cupy.cuda.Device()
+    about = (source, device.compute_capability, cupy.cuda.nvrtc.getVersion(), cupy.__version__, OPTIONS)
     path = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.cubin"
     if path.is_file():
         return path.read_bytes()
-    binary: bytes = compiler.compile_using_nvrtc(source, OPTIONS)[0]
+
+    def compiled() -> bytes:
+        with device:
+            binary: bytes = cupy.cuda.compiler.compile_using_nvrtc(source, OPTIONS)[0]
+            return binary
+
+    # The compilers of CUDA up to 12.4 leave the locale of their thread, by which Python decodes, at C.
+    with Workers("compile") as thread:
+        binary = thread.submit(compiled).result()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:
