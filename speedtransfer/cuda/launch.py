@@ -240,14 +240,13 @@ def _binary(source: str, name: str) -> bytes:
     if path.is_file():
         return path.read_bytes()
 
-    def compiled() -> bytes:
+    def compiled() -> Any:
         with device:
-            binary: bytes = cupy.cuda.compiler.compile_using_nvrtc(source, OPTIONS)[0]
-            return binary
+            return cupy.cuda.compiler.compile_using_nvrtc(source, OPTIONS)[0]
 
     # The compilers of CUDA up to 12.4 leave the locale of their thread, by which Python decodes, at C.
     with Workers("compile") as thread:
-        binary = thread.submit(compiled).result()
+        binary: bytes = thread.submit(compiled).result()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:
