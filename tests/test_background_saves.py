@@ -39,7 +39,7 @@ full = raising(OSError(28, "No space left on device"))
 def checksums(path):
     content = json.loads((path / "manifest.json").read_text())
     rest = {key: content[key] for key in ("model", "optimizers", "objects", "extra")}
-    return {role: facts["sha256"] for role, facts in content["files"].items()} | {"rest": json.dumps(rest)}
+    return {role: facts["xxh3_128"] for role, facts in content["files"].items()} | {"rest": json.dumps(rest)}
 
 
 def when_read(monkeypatch, call):

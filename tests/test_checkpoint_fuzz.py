@@ -8,13 +8,17 @@ import pickle
 import random
 import re
 import shutil
+import sys
 
 import pytest
 import torch
+import xxhash
 from checkpoint_cases import Run, seed_all, trained
 from optimizer_cases import case_named
 
+from speedtransfer.checkpoint import tensors
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.safetensors_io import header_bytes
 
 REFUSALS = (StorageError, InvalidValueError, InvalidTypeError, OptimizerError)
@@ -84,7 +88,7 @@ def replace_data(folder, role, data):
     """Replace a data file, and let the manifest say so."""
     content = manifest(folder)
     (folder / content["files"][role]["name"]).write_bytes(data)
-    content["files"][role].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    content["files"][role].update(bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
     sign(folder, content)
 
 
@@ -283,7 +287,7 @@ ATTACKS = [
     (a_pickle, "has a header of"),
     (bomb, "tensors of the objects file are not those that the manifest refers to"),
     (vast, "a shape that no tensor has"),
-    (lambda f: resign(f, lambda c: c.update(format_version=3)), "version 3 but this speedtransfer reads 1 to 2"),
+    (lambda f: resign(f, lambda c: c.update(format_version=4)), "version 4 but this speedtransfer reads 1 to 3"),
     (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
     (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),
     (lambda f: (f / "manifest.json").unlink(), "holds no manifest.json"),
@@ -309,3 +313,22 @@ def test_attacks(points, target, tmp_path):
         assert refusal is not None, number
         assert re.search(words, refusal), refusal
         assert not (tmp_path / "owned").exists()
+
+
+def test_files_with_sha256(points, target, tmp_path, monkeypatch):
+    """They are of version 1, or of a machine without xxhash."""
+    old = shutil.copytree(points[0], tmp_path / "old")
+    content = manifest(old)
+    for facts in content["files"].values():
+        del facts["xxh3_128"]
+        facts["sha256"] = hashlib.sha256((old / facts["name"]).read_bytes()).hexdigest()
+    sign(old, {**content, "format_version": 1})
+    assert target.load(old) is None
+    data_file(old).write_bytes(data_file(old).read_bytes()[:-1] + b"x")
+    assert "does not have the checksum that was written" in target.load(old)
+    monkeypatch.setattr(tensors, "KIND", "sha256")
+    target.run.save(tmp_path / "new")
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    assert target.load(tmp_path / "new") is None
+    with pytest.raises(MissingPackageError, match="need xxhash, which is not installed; run: pip install xxhash"):
+        target.run.load(points[0])

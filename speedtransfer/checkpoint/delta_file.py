@@ -183,7 +183,7 @@ class Delta:
         roles = {r: {"name": f"{r}-{'0' * 32}.safetensors", "tensors": t, **facts} for r, t in named.items()}
         for role, generators in zip(shares[1:], self.generators, strict=True):
             roles[role]["generators"] = generators
-        manifest.check({**self.content, "files": roles, "format_version": 1 + bool(shares)})
+        manifest.check({**self.content, "files": roles})
 
     def _column(self, header: files.Header, name: str) -> Tensor:
         found = self._mapped(header, name)

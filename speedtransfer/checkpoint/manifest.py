@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from speedtransfer.checkpoint.checksums import kind_of
 from speedtransfer.checkpoint.plain_data import find_shards, find_tensors
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes
 from speedtransfer.safetensors_io import is_gap
@@ -24,15 +25,14 @@ from speedtransfer.version import __version__
 
 NAME = "manifest.json"
 FORMAT = "speedtransfer checkpoint"
-# 2: with files of the rows of several processes.
-FORMAT_VERSIONS = (1, 2)
+# 2: with files of the rows of several processes. 3: with or without, and checksums by XXH3.
+FORMAT_VERSIONS = (1, 2, 3)
 ROLES = ("model", "optimizer", "objects")
 FILE_NAME = re.compile(rf"(?:{'|'.join(ROLES)}|rows-[0-9]{{1,9}})-[0-9a-f]{{32}}\.safetensors")
 _TEMPORARY = re.compile(r"\.manifest-[0-9a-f]{32}\.json")
 MAX_BYTES = 1 << 28
 _HEAD = '{{"sha256":"{}",\n'
 _HEAD_BYTES = len(_HEAD.format("0" * 64))
-_SHA = re.compile(r"[0-9a-f]{64}")
 _SECTIONS = ("files", "model", "optimizers", "objects", "rng", "versions")
 VERSIONS = {
     "speedtransfer": __version__,
@@ -44,8 +44,7 @@ VERSIONS = {
 
 def to_bytes(content: dict[str, Any]) -> bytes:
     """Return the text of the manifest with `content`. InvalidValueError: it is too long."""
-    version = FORMAT_VERSIONS[bool(rows_roles(content.get("files", {})))]
-    text = json.dumps({"format": FORMAT, "format_version": version, **content}, separators=(",", ":"))
+    text = json.dumps({"format": FORMAT, "format_version": FORMAT_VERSIONS[-1], **content}, separators=(",", ":"))
     body = text[1:].encode()
     if len(body) > MAX_BYTES - _HEAD_BYTES:
         raise InvalidValueError(
@@ -148,7 +147,7 @@ def check(content: dict[str, Any]) -> None:
     shards = find_shards([content["model"], content["optimizers"]])
     for role in rows_roles(files):
         sections[role] = files[role].get("generators")
-    if set(files) != set(sections) or (len(files) == len(ROLES)) != (content["format_version"] == 1):
+    if set(files) != set(sections):
         raise ValueError(f"files are {sorted(files)}")
     for role, facts in files.items():
         _check_file(role, facts)
@@ -194,7 +193,6 @@ def _check_file(role: str, facts: dict[str, Any]) -> None:
     name = facts["name"]
     if not isinstance(name, str) or not FILE_NAME.fullmatch(name) or not name.startswith(f"{role}-"):
         raise ValueError(f"{str(name)[:60]!r} is no name of a {role} file")
-    if not isinstance(facts["sha256"], str) or not _SHA.fullmatch(facts["sha256"]):
-        raise ValueError(f"{name} has no checksum")
+    kind_of(facts)
     if type(facts["bytes"]) is not int:
         raise TypeError(f"{name} has no size")

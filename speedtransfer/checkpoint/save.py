@@ -127,7 +127,7 @@ def save_checkpoint(
         def write(advance: Callable[[int], None]) -> None:
             with closing:
                 rows.settle()
-                plan.write(progress is True, advance, rows.check, on_one_thread=True)
+                plan.write(progress is True, advance, rows.check)
 
         try:
             return begin(place, need, write)
@@ -191,7 +191,6 @@ class SavePlan(NamedTuple):
         progress: bool | None,
         advance: Callable[[int], None] = lambda count: None,
         check: Callable[[], None] = lambda: None,
-        on_one_thread: bool = False,
     ) -> None:
         """Write the files, and the manifest last, if `check` does not raise."""
         place, processes, plans, content, own, need, is_new = self
@@ -205,11 +204,8 @@ class SavePlan(NamedTuple):
 
                 facts = {}
                 for role, plan in plans.items():
-                    facts[role] = {
-                        "name": Path(files[role].name).name,
-                        **plan.write(files[role], both, on_one_thread),
-                        **own.get(role, {}),
-                    }
+                    written = plan.write(files[role], both)
+                    facts[role] = {"name": Path(files[role].name).name, **written, **own.get(role, {})}
                     place.finish(files[role])
                 check()
             files.reported = not processes.is_first

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.checkpoint.checksums import KIND, kind_of, new_checksum
 from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of, rows_at
 from speedtransfer.errors import InvalidTypeError, StorageError
@@ -24,7 +23,6 @@ from speedtransfer.safetensors_io import ALIGN, GAP, METADATA, Entry, check_entr
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 from speedtransfer.tables.clones import BLOCK, Origin, are_worth, origin_of
 from speedtransfer.untrusted import parse_json
-from speedtransfer.workers import Workers
 
 if TYPE_CHECKING:
     from speedtransfer.checkpoint.folder import Folder
@@ -109,26 +107,17 @@ class TensorPlan:
         """Size of the file."""
         return len(header_bytes(self.header())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, file: Any, advance: Callable[[int], None], on_one_thread: bool = False) -> dict[str, Any]:
-        """Write the file and return what the manifest says of it; checksums are computed on another thread, or on this one."""
+    def write(self, file: Any, advance: Callable[[int], None]) -> dict[str, Any]:
+        """Write the file and return what the manifest says of it."""
         shared = self._shared(file)
-        header, digest = self.header({name: origin for name, (_, origin) in shared.items()}), hashlib.sha256()
-        with Workers("hash") as hasher:
-            hashed = None
-            for data, is_there in self._pieces(file, header, shared):
-                if not len(data):
-                    continue
-                # The memory of this one is that of the next but one.
-                if hashed is not None:
-                    hashed.result()
-                if on_one_thread:
-                    digest.update(data)
-                else:
-                    hashed = hasher.submit(digest.update, data)
+        header, checksum = self.header({name: origin for name, (_, origin) in shared.items()}), new_checksum(KIND)
+        for data, is_there in self._pieces(file, header, shared):
+            if len(data):
+                checksum.update(data)
                 if not is_there:
                     file.write(data)
                 advance(len(data))
-        return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
+        return {"bytes": file.tell(), KIND: checksum.hexdigest(), "tensors": header}
 
     def _shared(self, file: Any) -> dict[str, tuple[Tensor, Origin]]:
         """Return the tensors that are in other files, of which `file` can share the bytes, and where."""
@@ -145,7 +134,7 @@ class TensorPlan:
         self, file: Any, header: dict[str, Any], shared: dict[str, tuple[Tensor, Origin]]
     ) -> Iterator[tuple[Any, bool]]:
         """Yield all bytes of `file` in order, and whether it has them by then."""
-        copies = [np.empty(0, np.uint8) for _ in range(2)]
+        copy = np.empty(0, np.uint8)
         yield header_bytes(header, align=BLOCK if shared else ALIGN), False
         for name in header:
             if name in shared:
@@ -163,13 +152,12 @@ class TensorPlan:
                 lock = tensor.lock if isinstance(tensor, PickedRows) else contextlib.nullcontext()
                 for chunk in read_chunks(tensor):
                     values = chunk.view(torch.uint8).numpy()
-                    copies.reverse()
-                    if len(copies[0]) < len(values):
-                        copies[0] = np.empty(len(values), np.uint8)
+                    if len(copy) < len(values):
+                        copy = np.empty(len(values), np.uint8)
                     # Other threads, or processes, may go on writing: what is written is what the checksum is of.
                     with lock:
-                        np.copyto(copies[0][: len(values)], values)
-                    yield copies[0][: len(values)].data, False
+                        np.copyto(copy[: len(values)], values)
+                    yield copy[: len(values)].data, False
 
 
 def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:
@@ -234,16 +222,13 @@ class TensorReader:
         length = int.from_bytes(self._read(0, bytearray(min(8, size))), "little")
         if size < 8 or 8 + length != self._begin:
             raise self._damaged(f"has a header of {length} bytes and {self._end} of tensors in a file of {size}")
-        digest, buffers = hashlib.sha256(), itertools.cycle([bytearray(min(CHUNK_BYTES, size)) for _ in range(2)])
-        with Workers("hash") as hasher:
-            hashed = None
-            for start in range(0, size, CHUNK_BYTES):
-                part = self._read(start, memoryview(next(buffers))[: size - start])
-                if hashed is not None:
-                    hashed.result()
-                hashed = hasher.submit(digest.update, part)
-                advance(len(part))
-        if digest.hexdigest() != self.facts["sha256"]:
+        kind, buffer = kind_of(self.facts), bytearray(min(CHUNK_BYTES, size))
+        checksum = new_checksum(kind)
+        for start in range(0, size, CHUNK_BYTES):
+            part = self._read(start, memoryview(buffer)[: size - start])
+            checksum.update(part)
+            advance(len(part))
+        if checksum.hexdigest() != self.facts[kind]:
             raise self._damaged("does not have the checksum that was written")
         try:
             header = parse_json(bytes(self._read(8, bytearray(length))))
