@@ -92,8 +92,8 @@ class Word2Vec(nn.Module):
         """Train copies of the rows of `block`, and deposit how far they moved as gradients for ``optimizer.step()``.
 
         The host does not wait for a CUDA device, unless tensors of `block`, better prepared by `prepare`, are there. `rate` is
-        the learning rate of that training: that of SGD where this is the optimizer. The memory of the gradients returned, of
-        rows of `input` (`center`) and of `output`, belongs to the optimizer from now on.
+        the learning rate of that training: that of SGD where this is the optimizer. The gradients returned are of rows of
+        `input` (`center`) and of `output` (`context`).
         """
         block = self.prepare(block)
         places: Any = block.places
