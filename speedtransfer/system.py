@@ -22,6 +22,11 @@ from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.units import parse_bytes
 from speedtransfer.untrusted import PathLike, check_file
 
+try:
+    import fcntl as fcntl
+except ImportError:  # Windows: no such locks, and open files can be neither removed nor made longer or shorter
+    fcntl = None  # type: ignore[assignment]
+
 
 def program() -> str:
     """Return what starts this command line again from this folder: ``speedtransfer``, or with the path it was started by."""

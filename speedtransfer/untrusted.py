@@ -37,9 +37,11 @@ def open_file(path: PathLike, mode: Literal["rb", "r+b"] = "rb") -> BinaryIO:
 
 @contextlib.contextmanager
 def storage_error(what: str, remedy: str) -> Iterator[None]:
-    """Raise `StorageError` for an OSError: what cannot be done, why, and the remedy."""
+    """Raise `StorageError` for another OSError: what cannot be done, why, and the remedy."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"{what} ({error.strerror or error}); {remedy}") from error
 

@@ -163,7 +163,7 @@ open(one, "model.chard_{}.weight") -> InvalidValueError: no tensor is called .*;
 open(folder / "gap.safetensors", "x.{}") -> InvalidValueError: key 'x.\{\}' matches 'x.0' and 'x.00'; pass
 open(folder / "two" / "a.safetensors", "x.{}") -> InvalidValueError: up to number 2 but none with number 1; download
 open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass
-open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
+open(folder / "no.safetensors.index.json", "w") -> StorageError: is not an index of safetensors files .*; get
 open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
 open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
 open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table

@@ -18,13 +18,9 @@ from typing import Any, BinaryIO
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError, format_bytes
-from speedtransfer.system import create_file
+from speedtransfer.system import create_file, fcntl
 from speedtransfer.tables.aside import Scratch
-
-try:
-    import fcntl
-except ImportError:  # Windows: no locks, folders cannot be opened, and open files cannot be removed there
-    fcntl = None  # type: ignore[assignment]
+from speedtransfer.untrusted import storage_error
 
 
 class NewFiles(dict[str, Any]):
@@ -64,12 +60,8 @@ class Folder:
             raise InvalidValueError(
                 f"path {str(path)!r} exists and is no folder; choose another path for the checkpoint"
             )
-        try:
+        with storage_error(f"cannot read {str(path)!r}", "choose a folder that you may read"):
             names = os.listdir(path)
-        except OSError as error:
-            raise StorageError(
-                f"cannot read {str(path)!r} ({error.strerror}); choose a folder that you may read"
-            ) from error
         is_link = (path / manifest.NAME).is_symlink()
         manifest.check_target(self, names, lambda: b"" if is_link else self.read_manifest())
 
@@ -78,15 +70,14 @@ class Folder:
         path = self.path / manifest.NAME
         if not self.path.is_dir():
             raise StorageError(f"there is no checkpoint folder {str(self)!r}; check the path")
-        try:
-            with os.fdopen(_open_plain(path), "rb") as file:
-                return manifest.limited(file.read(manifest.MAX_BYTES + 1), str(path))
-        except FileNotFoundError:
-            raise StorageError(
-                f"{str(self)!r} holds no {manifest.NAME}, so no finished checkpoint; check the path"
-            ) from None
-        except OSError as error:
-            raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); use another checkpoint") from error
+        with storage_error(f"cannot read {str(path)!r}", "use another checkpoint"):
+            try:
+                with os.fdopen(_open_plain(path), "rb") as file:
+                    return manifest.limited(file.read(manifest.MAX_BYTES + 1), str(path))
+            except FileNotFoundError:
+                raise StorageError(
+                    f"{str(self)!r} holds no {manifest.NAME}, so no finished checkpoint; check the path"
+                ) from None
 
     def named(self) -> set[str] | None:
         """Return the data files that the manifest names, none without a manifest; None if it cannot be read."""
@@ -99,12 +90,8 @@ class Folder:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file, to read what was there when it was opened. StorageError if that cannot be done."""
-        try:
+        with storage_error(f"cannot open {name!r} of checkpoint {str(self)!r}", "use another checkpoint"):
             return os.fdopen(_open_plain(self.path / name), "rb", buffering=0)
-        except OSError as error:
-            raise StorageError(
-                f"cannot open {name!r} of checkpoint {str(self)!r} ({error.strerror}); use another checkpoint"
-            ) from error
 
     def stamp(self, name: str, file: BinaryIO) -> object:
         """Return what is the same in processes that have opened the same file, in JSON."""
@@ -219,6 +206,7 @@ def _free_bytes(path: Path) -> int:
 @contextlib.contextmanager
 def _exclusive(folder: Path) -> Iterator[Callable[[], object]]:
     """Keep other savers out of the folder, and yield what writes its list of files to the disk."""
+    # Without locks folders cannot be opened, either.
     if fcntl is None:
         yield lambda: None
         return

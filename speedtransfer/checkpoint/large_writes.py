@@ -17,13 +17,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from typing_extensions import Self
 
-from speedtransfer.tables.clones import Origin, can_clone, clone
+from speedtransfer.system import fcntl
+from speedtransfer.tables.clones import Origin, clone
 from speedtransfer.workers import Workers, done_here
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _DIRECT = getattr(os, "O_DIRECT", 0) if fcntl is not None else 0
 # Writes past the page cache begin and end at multiples of that, in the file and in memory.
@@ -65,10 +61,6 @@ class LargeWrites:
                 self._writing = self._writer.submit(self._send, self._buffers[0])
                 self._buffers.reverse()
                 self._used = 0
-
-    def can_share(self, origin: Origin) -> bool:
-        """Tell whether the file, which has taken nothing yet, can share bytes of another."""
-        return can_clone(self._file.fileno(), origin)
 
     def share(self, origin: Origin, count: int) -> Iterator[Any]:
         """Take `count` bytes of another file, as they are now, without a copy of them, and yield what they are in pieces.

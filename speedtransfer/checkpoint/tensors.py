@@ -21,8 +21,8 @@ from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of, rows_at
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import ALIGN, GAP, METADATA, Entry, check_entry, header_bytes, is_gap, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
-from speedtransfer.tables.clones import BLOCK, Origin, are_worth, origin_of
-from speedtransfer.untrusted import parse_json
+from speedtransfer.tables.clones import BLOCK, Origin, are_worth, can_clone, origin_of
+from speedtransfer.untrusted import parse_json, storage_error
 
 if TYPE_CHECKING:
     from speedtransfer.checkpoint.folder import Folder
@@ -126,7 +126,7 @@ class TensorPlan:
             whole = tensor if isinstance(tensor, Tensor) else tensor.mapped()
             if whole is not None and are_worth(whole.nbytes):
                 origin = origin_of(whole)
-                if origin is not None and file.can_share(origin):
+                if origin is not None and can_clone(file.fileno(), origin):
                     found[name] = whole, origin
         return found
 
@@ -243,17 +243,13 @@ class TensorReader:
     def _read(self, start: int, target: Any) -> Any:
         """Fill the buffer `target` from byte `start` on and return it."""
         left = memoryview(target)
-        try:
+        with storage_error(f"cannot read {self.path!r}", "check the disk"):
             self.file.seek(start)
             while left:
                 count = self.file.readinto(left)
                 if not count:
                     raise self._damaged("was truncated while it was read")
                 left = left[count:]
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path!r} ({error.strerror}); check the disk") from error
         return target
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:

@@ -12,15 +12,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from speedtransfer.system import physical_bytes
+from speedtransfer.system import fcntl, physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.page_advice import LARGE_PART
 from speedtransfer.tables.reserved import OpenFile
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 # What is shared begins and ends at multiples of that, in both files; where the file system has longer blocks it refuses.
 BLOCK = 4096

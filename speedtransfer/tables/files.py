@@ -29,7 +29,7 @@ from speedtransfer.errors import (
 )
 from speedtransfer.system import replace_file
 from speedtransfer.tables.chunks import row_chunks
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import open_file, storage_error
 
 _MAX_SIZE = 2**63 - 1
 # The number of rows and the end of the values may become that much longer in a header of safetensors.
@@ -244,12 +244,10 @@ def _listed(dtypes: Collection[torch.dtype]) -> str:
 def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Tensor, np.memmap | None]:
     """Return the table at `path` as a tensor over the mapped file, and the map; `writable`: changes go to the file."""
     dtype, shape, offset = read_header(path, key)
-    try:
-        # "c" maps privately: torch wants writable memory, and the file stays as it is.
-        with open_file(path, "r+b" if writable else "rb") as file:
-            return map_tensor(file, offset, shape, dtype, "r+" if writable else "c")
-    except OSError as error:
-        raise StorageError(f"cannot map {str(path)!r} ({error.strerror}); check that you may write to it") from error
+    told = storage_error(f"cannot map {str(path)!r}", "check that you may write to it")
+    # "c" maps privately: torch wants writable memory, and the file stays as it is.
+    with told, open_file(path, "r+b" if writable else "rb") as file:
+        return map_tensor(file, offset, shape, dtype, "r+" if writable else "c")
 
 
 def map_tensor(

@@ -16,7 +16,7 @@ from speedtransfer import safetensors_io
 from speedtransfer.dtypes import NUMPY_OF_TORCH
 from speedtransfer.errors import StorageError
 from speedtransfer.tables import files
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import open_file, storage_error
 
 
 class LongerFile(NamedTuple):
@@ -76,11 +76,8 @@ def plan_growth(path: Path, key: str | None, num_rows: int) -> LongerFile:
     stored = files.find_tensor(path, header, key)
     row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
     end, size = stored.offset + stored.shape[0] * row_bytes, stored.offset + num_rows * row_bytes
-    try:
-        with open_file(path) as file:
-            before = file.read(header.offset)
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
+    with storage_error(f"cannot read {str(path)!r}", "check the path"), open_file(path) as file:
+        before = file.read(header.offset)
     if header.array is not None:
         after = _npy_header(before, (num_rows, *stored.shape[1:]), stored)
     else:

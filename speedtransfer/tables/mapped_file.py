@@ -21,6 +21,7 @@ from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import Block
 from speedtransfer.tables.reserved import NamelessMap, OpenFile
 from speedtransfer.tables.write_lock import WriteLock, lock_for_writing
+from speedtransfer.untrusted import storage_error
 
 
 class MmapMemory(Memory):
@@ -78,7 +79,8 @@ class MmapMemory(Memory):
                     "Table.load(path, memory='mmap', writable=True), delete it, or choose another path"
                 )
         num_bytes = shape[0] * shape[1] * dtype.itemsize
-        try:
+        remedy = "choose a folder that exists, that you may write to and that has room, or raise the limits (ulimit)"
+        with storage_error(f"cannot create a table file in {str(self.folder)!r}", remedy):
             free = shutil.disk_usage(self.folder).free
             if num_bytes > free:
                 raise StorageError(
@@ -99,13 +101,6 @@ class MmapMemory(Memory):
                 values, data = files.map_tensor(file, 0, shape, dtype, "r+")
             page_advice.expect_random_rows(data)
             return values
-        except StorageError:
-            raise
-        except OSError as error:
-            raise StorageError(
-                f"cannot create a table file in {str(self.folder)!r} ({error.strerror}); choose a folder that exists, that "
-                "you may write to and that has room, or raise the limits of this process (ulimit)"
-            ) from error
 
     def open(self, key: str | None = None) -> Tensor:
         """Return the weight plane that the file at `path` holds already; no other process may write to it."""
@@ -130,12 +125,8 @@ class MmapMemory(Memory):
             block.row_bytes * (num_rows - (block.num_rows if self._can_extend(block, num_rows) else 0))
             for block in blocks
         )
-        try:
+        with storage_error(f"cannot tell what room {str(self.folder)!r} has", "check that the folder still exists"):
             free = shutil.disk_usage(self.folder).free
-        except OSError as error:
-            raise StorageError(
-                f"cannot tell what room {str(self.folder)!r} has ({error.strerror}); check that the folder still exists"
-            ) from error
         if need > free:
             raise StorageError(
                 f"{num_rows} rows, {blocks[0].num_rows} so far, ask for {format_bytes(need)} more but {str(self.folder)!r} "
@@ -153,7 +144,8 @@ class MmapMemory(Memory):
         grown = dict[str, Tensor]()
         # The file of the weights last of all: whoever opens it sees the rows once it has them.
         blocks = sorted(blocks, key=self._is_named)
-        try:
+        what = f"cannot make the files of the table longer, in {str(self.folder)!r}"
+        with storage_error(what, "free some space, or raise the limits of this process (ulimit)"):
             if self._is_named(blocks[-1]):
                 assert self.path is not None
                 if self._identity != _identity(self.path):
@@ -178,13 +170,6 @@ class MmapMemory(Memory):
                 if longer is not None:
                     longer.show()
                 undo.pop_all()
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(
-                f"cannot make the files of the table longer, in {str(self.folder)!r} ({error.strerror}); free some space, or "
-                "raise the limits of this process (ulimit)"
-            ) from error
         return grown
 
     def _longer_weight(

@@ -17,7 +17,7 @@ from speedtransfer.tables import files, page_advice, spans
 from speedtransfer.tables.memories import Memory, PageableMemory
 from speedtransfer.tables.parts import Parts, PartsEngine
 from speedtransfer.tables.sources import Source
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import open_file, storage_error
 
 # The planes of the scales of float8 rows, and of the last 8 bits of rows of 24.
 SCALES, LOW_BITS = "weight" + SCALE, "weight" + LOW
@@ -154,9 +154,7 @@ def _facts_of(paths: Sequence[Path]) -> list[tuple[int, ...]]:
     """Return what shows that a file was changed or replaced."""
     found = list[tuple[int, ...]]()
     for path in paths:
-        try:
+        with storage_error(f"cannot read {str(path)!r}", "check the path"):
             stat = os.stat(path)
-            found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-        except OSError as error:
-            raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
+        found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.tables import files
-from speedtransfer.untrusted import MAX_JSON_BYTES, is_plain_name, open_file, parse_json
+from speedtransfer.untrusted import MAX_JSON_BYTES, is_plain_name, only_storage_errors, open_file, parse_json
 
 NUMBER = "{}"  # in the name of a tensor: any number
 INDEX = ".safetensors.index.json"
@@ -155,7 +155,7 @@ def _is_file_name(text: str) -> bool:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    try:
+    with only_storage_errors(path, "an index of safetensors files"):
         with open_file(path) as file:
             data = file.read(MAX_JSON_BYTES + 1)
         if len(data) > MAX_JSON_BYTES:
@@ -167,13 +167,6 @@ def _weight_map(path: Path) -> dict[str, str]:
         outside = next((name for name in found.values() if not is_plain_name(name)), None)
         if outside is not None:
             raise ValueError(f"it names {outside[:100]!r}, which is not a file in its folder")
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
-    except Exception as error:  # whatever the parser of JSON throws at rubbish
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise StorageError(f"{str(path)!r} is no index of safetensors files ({what}); download it again") from error
     return dict(found)
 
 

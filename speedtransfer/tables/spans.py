@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.once import once
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import open_file, storage_error
 
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
@@ -125,10 +125,8 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def _opened(path: Path) -> Any:
-    try:
+    with storage_error(f"cannot read {str(path)!r}", "check the path"):
         return open_file(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
 
 
 @once

@@ -8,11 +8,7 @@ from pathlib import Path
 
 from speedtransfer.errors import StorageError
 from speedtransfer.once import fork_safe_lock
-
-try:
-    import fcntl
-except ImportError:  # Windows: open files cannot be made longer or shorter there
-    fcntl = None  # type: ignore[assignment]
+from speedtransfer.system import fcntl
 
 
 class WriteLock:
