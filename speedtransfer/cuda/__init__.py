@@ -10,6 +10,7 @@ from speedtransfer.cuda.graphs import (
 )
 from speedtransfer.cuda.launch import (
     ARGUMENT_AT,
+    VALUE_TYPES,
     KernelArgument,
     argument_memory,
     is_trusted,
@@ -35,6 +36,7 @@ from speedtransfer.cuda.streams import (
 
 __all__ = [
     "ARGUMENT_AT",
+    "VALUE_TYPES",
     "WARM_UP",
     "CudaStatus",
     "KernelArgument",

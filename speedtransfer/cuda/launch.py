@@ -25,6 +25,8 @@ from speedtransfer.workers import Workers
 
 log = logging.getLogger(__name__)
 
+# enum Type of move.cuh; float64 where no type is meant.
+VALUE_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _THREADS = 256
 # More items than these have threads are taken several by a thread.
 _MAX_BLOCKS = 1 << 16

@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, launch_over
+from speedtransfer.cuda import VALUE_TYPES, KernelArgument, launch_over
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Sums
 from speedtransfer.idle.unsure import Unsure
 
 _SOURCE = "catch_up.cu"
-_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 _KINDS = {"adam": 0, "adamax": 1, "rmsprop": 2, "adadelta": 3, "adagrad": 4}
 
 
 def are_suitable(planes: Iterable[Tensor]) -> bool:
     """Tell whether a kernel can change rows of these planes on a CUDA device: all ``(n, dim)`` and of one dtype."""
     kinds = {(plane.dtype, plane.shape, plane.is_contiguous()) for plane in planes}
-    return len(kinds) == 1 and all(dtype in _TYPES and contiguous for dtype, _, contiguous in kinds)
+    return len(kinds) == 1 and all(dtype in VALUE_TYPES and contiguous for dtype, _, contiguous in kinds)
 
 
 def pack_missed(
@@ -37,7 +35,9 @@ def pack_missed(
     further = IdleStep() if unsure is None else unsure.step
     numbers = further.decay, *(*further.factors, 1.0, 1.0)[:2], *further.mix, further.scale, further.root, further.eps
     skipped = 0 if unsure is None else unsure.skipped.data_ptr()
-    return KernelArgument("19q11d").pack(*pointers, *shapes, *steps, _TYPES[weight.dtype], skipped, sums.eps, *numbers)
+    return KernelArgument("19q11d").pack(
+        *pointers, *shapes, *steps, VALUE_TYPES[weight.dtype], skipped, sums.eps, *numbers
+    )
 
 
 def take_missed(
@@ -61,7 +61,7 @@ def pack_replayed(
     pointers = [0 if plane is None else plane.data_ptr() for plane in (*planes, None, None)[:4]]
     weight = planes[0]
     assert weight is not None
-    steps = base, now, _KINDS[kind], _TYPES[weight.dtype], 0 if unsure is None else unsure.skipped.data_ptr()
+    steps = base, now, _KINDS[kind], VALUE_TYPES[weight.dtype], 0 if unsure is None else unsure.skipped.data_ptr()
     return KernelArgument("13q").pack(*pointers, numbers.data_ptr(), last.data_ptr(), *weight.shape, *steps)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import (
+    VALUE_TYPES,
     KernelArgument,
     check_not_capturing,
     current_stream,
@@ -29,8 +30,6 @@ _UNIQUE, _SUMS = KernelArgument("13q"), KernelArgument("15q")
 _FEW, _FEW_THREADS, _FEW_ROWS = 1 << 12, 256, 1 << 51
 # Of few rows a block sums so many columns: 32 bytes at least, which memory gives at once.
 _COLUMNS = 8
-# enum Type of move.cuh; float64 where no type is meant.
-_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 def padded_unique(flat: Tensor, num_rows: int, spare: bool = False) -> UniqueRows:
@@ -176,7 +175,7 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     tensors = values, total, order, groups.inverse, starts, groups.ids, parts
     pointers = [tensor.data_ptr() for tensor in tensors]
     tails, shape = pointers[-1] + pieces * width * kind.itemsize, (count, width, piece)
-    argument = _SUMS.pack(*pointers, tails, *shape, excluded, num_rows, _TYPES[values.dtype], num_groups)
+    argument = _SUMS.pack(*pointers, tails, *shape, excluded, num_rows, VALUE_TYPES[values.dtype], num_groups)
     if count <= _FEW:
         kernel, blocks = kernel_on("sums.cu", "sum_few", device), -(-width // _COLUMNS)
         launch_kernel(kernel, blocks, _FEW_THREADS, argument, current_stream(device))

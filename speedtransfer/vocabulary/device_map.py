@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, StreamOrder, is_trusted, launch_over, side_stream, to_device
+from speedtransfer.cuda import VALUE_TYPES, KernelArgument, StreamOrder, is_trusted, launch_over, side_stream, to_device
 from speedtransfer.vocabulary.id_rows import IdRows
 from speedtransfer.vocabulary.initial import KINDS, Initial, check_range, initial_values, scaling, stream_key
 
@@ -24,8 +24,6 @@ SLOT_BYTES = 16
 _SOURCE = "ids.cu"
 # struct Ids and struct Values of ids.cu; 64 bits of a hash as int64.
 _IDS, _VALUES = KernelArgument("9q"), KernelArgument("9q3d")
-# enum Type of move.cuh; float64 where no type is meant.
-_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
 
 class Slots(NamedTuple):
@@ -74,7 +72,7 @@ def fill_unseen(values: Tensor, ids: Tensor, rows: Tensor, unseen: int, seed: in
     kind, *numbers = scaling(initial)
     pointers = values.data_ptr(), ids.data_ptr(), rows.data_ptr()
     shape = len(ids), values.shape[-1]
-    words = unseen, int(stream_key(seed).view(np.int64)[0]), KINDS.index(kind), _TYPES[values.dtype]
+    words = unseen, int(stream_key(seed).view(np.int64)[0]), KINDS.index(kind), VALUE_TYPES[values.dtype]
     packed = _VALUES.pack(*pointers, *shape, *words, *numbers)
     launch_over(len(ids) * shape[1], _SOURCE, "fill_unseen", values.device, packed)
 
