@@ -31,12 +31,9 @@ def row_chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
         start = stop
 
 
-def plane_chunks(*planes: Tensor, row_bytes: int = 0) -> Iterator[slice]:
-    """Yield slices over the rows of `planes`, and have the system read these rows ahead in all of them.
-
-    A slice has about 16 MB of rows of `row_bytes`, by default those of the first plane.
-    """
-    for rows in row_chunks(planes[0].shape[0], row_bytes or planes[0][:1].nbytes):
+def plane_chunks(*planes: Tensor) -> Iterator[slice]:
+    """Yield slices over the rows of `planes`, about 16 MB of the first, and have the system read them ahead in all."""
+    for rows in row_chunks(planes[0].shape[0], planes[0][:1].nbytes):
         for plane in planes:
             read_ahead(plane[rows])
         yield rows
@@ -61,6 +58,13 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
             )
         if result is not target:
             target.copy_(result)
+
+
+@torch.no_grad()
+def set_plane(plane: Tensor, value: float | Tensor) -> None:
+    """Set all rows of a plane to a number, or to a ``(width,)`` row."""
+    for rows in plane_chunks(plane):
+        plane[rows] = value
 
 
 @torch.no_grad()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from speedtransfer.cuda import WARM_UP, check_not_capturing, wait_until_filled
 from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import DeviceError, InvalidValueError, check_size
-from speedtransfer.tables.chunks import fill_plane
+from speedtransfer.tables.chunks import set_plane
 from speedtransfer.tables.planes import Planes
 from speedtransfer.tables.row_cache import padded_counts
 from speedtransfer.tables.same_file import see_others
@@ -53,8 +53,7 @@ class Growing(Planes):
         """Do so for the planes alone; `fills` has other values for new rows, by plane a number or a ``(width,)`` row."""
         num_rows = check_size(num_rows, "num_rows")
         check_not_capturing("growing a table", WARM_UP)
-        if self._place.refuses_writes:
-            self.check_writable()
+        self.check_writable()
         self._check_growth(num_rows, fills or {})
         if num_rows == self.num_rows:
             return
@@ -67,7 +66,7 @@ class Growing(Planes):
             new = plane[len(old[name]) :]
             # A page that is not written takes no room.
             if bits_of(value).any() if isinstance(value, Tensor) else value != 0:
-                fill_plane(new, _filler(value))
+                set_plane(new, value)
             wait_until_filled(plane)
             if self._place.maps_again:
                 self.open_views.follow(old[name], plane)
@@ -122,17 +121,9 @@ class Growing(Planes):
         self._cache = None
         self._set_engine(cache.inner)
         self._start_cache(options)
-        if self._viewed and self._cache is not None:
-            self._cache.shrink(0)
 
 
 def check_max_rows(max_rows: int | None, num_rows: int) -> None:
     """Raise unless a table of `num_rows` rows may be made for `max_rows`."""
     if max_rows is not None and check_size(max_rows, "max_rows") < num_rows:
         raise InvalidValueError(f"max_rows is {max_rows} but the table has {num_rows} rows; pass a larger max_rows")
-
-
-def _filler(value: float | Tensor) -> Callable[[Tensor], Tensor]:
-    if isinstance(value, Tensor):
-        return lambda chunk: chunk.copy_(value.expand_as(chunk))
-    return lambda chunk: chunk.fill_(value)

@@ -90,7 +90,10 @@ class Opening(Planes):
         _check_alike(weights)
         sources = {"weight": weights}
         if scales is not None or scale_key is not None:
-            _check_scale_dtype(scale_dtype)
+            if scale_dtype not in (None, FLOAT8_SCALE):
+                raise InvalidValueError(
+                    f"scale_dtype is {scale_dtype!r} but must be None or torch.float8_e8m0fnu; pass one of them"
+                )
             dtypes = SCALE_DTYPES if scale_dtype is None else (scale_dtype, torch.uint8)
             found = catalog.find(parts if scales is None else scales, scale_key, "scales", dtypes)
             found = [source._replace(dtype=scale_dtype or source.dtype) for source in found]
@@ -178,12 +181,6 @@ def _check_alike(sources: Sequence[Source]) -> None:
             raise InvalidValueError(
                 f"{source} has rows of {source.shape[1]} values but {first} of {first.shape[1]}; pass tensors of one table"
             )
-
-
-def _check_scale_dtype(dtype: Any) -> None:
-    """Raise unless scales that are stored as U8 can be `dtype`."""
-    if dtype is not None and dtype != FLOAT8_SCALE:
-        raise InvalidValueError(f"scale_dtype is {dtype!r} but must be None or torch.float8_e8m0fnu; pass one of them")
 
 
 def _check_scales(scales: Sequence[Source], weights: Sequence[Source], scale_block: int | None) -> None:

@@ -21,7 +21,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables import stats
 from speedtransfer.tables.aside import Scratch
-from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, plane_chunks, row_chunks
+from speedtransfer.tables.chunks import check_fill, copy_plane, plane_chunks, row_chunks, set_plane
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.open_views import OpenViews
 from speedtransfer.tables.page_advice import read_ahead
@@ -111,6 +111,8 @@ class Planes:
             self._cache_options = options
             self._cache = self._engine = cached_engine(self._engine, options, self._place, self._planes["weight"])
             self._selects = False
+            if self._viewed:
+                self._cache.shrink(0)
         return self
 
     @classmethod
@@ -415,7 +417,7 @@ class Planes:
                 elif isinstance(fill, Tensor):
                     copy_plane(plane, fill)
                 elif fill != 0:
-                    fill_plane(plane, _filler(fill))
+                    set_plane(plane, fill)
                 wait_until_filled(plane)
             before = self.version
             # A new dict: other threads may be reading.
@@ -568,13 +570,8 @@ class Planes:
 def _copy_written(target: Tensor, source: Tensor) -> None:
     """Copy a plane to one of zeros, of which those of the source go on taking no room in a file."""
     for rows in plane_chunks(source):
-        read_ahead(source[rows])
         if source[rows].contiguous().view(torch.uint8).any():
             target[rows] = source[rows]
-
-
-def _filler(value: float) -> Callable[[Tensor], Tensor]:
-    return lambda chunk: chunk.fill_(value)
 
 
 def check_dtype(dtype: Any, known: Collection[DType] = TABLE_DTYPES) -> DType:

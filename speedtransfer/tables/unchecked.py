@@ -83,7 +83,8 @@ class UncheckedRows(Planes):
                     ids = ids.clone() if unsorted else ids
 
                     def scatter(given: list[Tensor], behind: bool) -> None:
-                        to = _uncounted(planes) if behind and self._cache is None else planes
+                        # Written later: versions must not change while somebody reads them, and `_writes` counts.
+                        to = [plane.data for plane in planes] if behind and self._cache is None else planes
                         self._engine.scatter(to, ids, given, unsorted, behind)
 
                     self._write_watched(ids, rows, scatter)
@@ -176,8 +177,7 @@ class UncheckedRows(Planes):
                 self._padded_stats.add(kind, known.length, planes)
             elif planes:
                 row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
-                for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):
-                    setattr(self._stats, name, getattr(self._stats, name) + number)
+                self._stats.add({f"{kind}_rows": count, f"{kind}_bytes": count * row_bytes})
 
     def _write_watched(
         self, ids: Tensor, rows: dict[str, Tensor] | None, write: Callable[[list[Tensor], bool], None]
@@ -203,8 +203,3 @@ class UncheckedRows(Planes):
         self._writes += 1
         for log in logs:
             log.note(Write(ids, kept), before, self.version)
-
-
-def _uncounted(planes: list[Tensor]) -> list[Tensor]:
-    """Return planes to write to later: their versions must not change while somebody reads them, and `_writes` counts."""
-    return [plane.data for plane in planes]

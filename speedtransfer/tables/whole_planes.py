@@ -111,8 +111,7 @@ class WholePlanes(Planes):
         handle = None if self._handle is None else self._handle()
         if handle is not None and handle.table is self:
             handle.id_space.check_written("filled by its table")
-        if self._place.refuses_writes:
-            self.check_writable()
+        self.check_writable()
         self.end_snapshot()
         weight = self.plane("weight")
         fill_plane(weight, function)
@@ -168,8 +167,6 @@ class WholePlanes(Planes):
             if cache is not None:
                 self._stats.add(cache.counts())
                 self._start_cache(options)
-                if self._viewed and self._cache is not None:
-                    self._cache.shrink(0)
             self._writes += before + 1 - self.version  # moved planes count their changes from zero again
         return self
 
@@ -179,10 +176,6 @@ class WholePlanes(Planes):
         Of one that is read in place the copy is in ordinary memory.
         """
         check_dtype(dtype)
-        if not self.in_parts:
-            return self._copied(self._place.anonymous_copy(), self.plane("weight"), dtype)._start_cache(
-                self._cache_options
-            )
         place = self._place.anonymous_copy()
         weight = place.allocate("weight", self.num_rows, self.dim, dtype)
         for rows in plane_chunks(weight):
