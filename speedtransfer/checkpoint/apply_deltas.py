@@ -33,7 +33,7 @@ from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.checkpoint.together import processes_of
-from speedtransfer.dtypes import bits_of
+from speedtransfer.dtypes import rows_at
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import PathLike, loading, row_chunks
@@ -207,7 +207,7 @@ def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
     handle.owners.changes += 1
     at, rows = map(torch.from_numpy, table.owned(found.ids.numpy()))
     if not handle.owners.has_whole:
-        parts = {name: bits_of(part)[at].view(part.dtype) for name, part in parts.items()}
+        parts = {name: rows_at(part, at) for name, part in parts.items()}
     _write(table, rows, parts)
     if table.of_ids:
         for name, values in table.beside.items():

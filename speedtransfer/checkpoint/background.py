@@ -128,8 +128,7 @@ class BackgroundSave:
         self.path, self.num_bytes, self._process = path, num_bytes, os.getpid()
         self._state = _State()
         self._thread = threading.Thread(target=self._state.run, args=(write,), name=f"save {path}")
-        self._finalizer = weakref.finalize(self, self._state.warn, path)
-        self._finalizer.atexit = True
+        weakref.finalize(self, self._state.warn, path)
         self._thread.start()
 
     def __repr__(self) -> str:

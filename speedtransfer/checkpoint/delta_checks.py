@@ -13,7 +13,7 @@ from speedtransfer.checkpoint.marked_table import MarkedTable
 from speedtransfer.checkpoint.marks import Mark
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum, total_of
-from speedtransfer.dtypes import bits_of
+from speedtransfer.dtypes import rows_at
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.tables import row_chunks
@@ -145,7 +145,7 @@ def changes_of(delta: Delta, key: str, table: MarkedTable) -> Changes:
     assert facts is not None
     own = torch.from_numpy(table.owns(rows.ids.numpy()))
     found = {"weight" + part: rows.parts["weight" + part] for part in stored.part_specs("weight")}
-    found = {name: bits_of(part)[own].view(part.dtype) for name, part in found.items()}
+    found = {name: rows_at(part, own) for name, part in found.items()}
     values = [
         stored.decode("weight", {part: each["weight" + part] for part in stored.part_specs("weight")})
         for each in (found, rows.reserved)

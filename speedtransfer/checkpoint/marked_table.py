@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim import Handle
 from speedtransfer.tables import row_chunks
+from speedtransfer.vocabulary.owned import IdOwners
 
 # What a vocabulary has by row, beside the ids themselves.
 _OF_USES = ("last_use", "counts")
@@ -41,7 +41,7 @@ class MarkedTable:
 
     def __init__(self, handle: Handle, with_state: bool, by_id: bool = False) -> None:
         self.handle = handle
-        self._id_owners: Any = getattr(handle.id_space, "owners", None)
+        self._id_owners: IdOwners = getattr(handle.id_space, "owners", IdOwners())
         has_ids = handle.id_space.come_and_go
         # A copy of rows with their state may have them at the same places, but not where several processes share them out.
         self.of_ids = has_ids and (not with_state or by_id or not handle.owners.has_whole)
@@ -77,8 +77,7 @@ class MarkedTable:
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         """Tell of each id (n,) whether it is one of this process."""
-        own: np.ndarray = self._id_owners.owns(ids)
-        return own
+        return self._id_owners.owns(ids)
 
     def owned(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return where among ids or numbers (n,) those that this process updates are, and their rows in the table here."""
@@ -92,8 +91,7 @@ class MarkedTable:
     def to_all(self, keys: np.ndarray, values: Tensor) -> Tensor:
         """Return ``(n, width)`` values by key, of which each process gives those that it has `owned`. Collective."""
         if self.of_ids:
-            whole: Tensor = self._id_owners.to_all(keys, values)
-            return whole
+            return self._id_owners.to_all(keys, values)
         return self.handle.owners.to_all(torch.from_numpy(keys), values)
 
     def make_room_for(self, ids: np.ndarray, gone: np.ndarray) -> None:
@@ -122,8 +120,7 @@ class MarkedTable:
         """Return the hashes of all rows, of all processes. Collective."""
         hashes = np.empty(self.count, np.uint64)
         for rows in row_chunks(self.count, self.row_bytes):
-            numbers = np.arange(rows.start, min(rows.stop, self.count))
-            rows = slice(rows.start, rows.start + len(numbers))
+            numbers = np.arange(rows.start, rows.stop)
             at, here = (numbers, rows) if self.handle.owners.has_whole else self.owned(numbers)
             found = hashes_of(numbers[at] if at is not numbers else at, self.read(here), self.fills).view(np.int64)
             whole = self.to_all(numbers, torch.from_numpy(found).unsqueeze(1))

@@ -13,11 +13,13 @@ from typing import Any
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.arguments import place_of
 from speedtransfer.checkpoint.delta_file import Delta
+from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.merged_ids import MergedIds
 from speedtransfer.checkpoint.merged_rows import Base, MergedTable
 from speedtransfer.checkpoint.plain_data import encode, find_rows, set_num_rows
 from speedtransfer.checkpoint.save import SavePlan, bytes_of
+from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import LAYOUT
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes
@@ -66,7 +68,7 @@ def merge(
         A file is missing or damaged, or there is no room.
     """
     place, target, paths = place_of(base), place_of(out), _paths(deltas)
-    if _resolved(out) == _resolved(base):
+    if _resolved(target) == _resolved(place):
         raise InvalidValueError(f"out is the base, {str(base)!r}, which stays as it is; pass another folder")
     target.check_target()
     chain = [Delta(path) for path in paths]
@@ -110,9 +112,8 @@ def _paths(deltas: Any) -> list[Path]:
     return paths
 
 
-def _resolved(path: Any) -> str:
-    place = place_of(path)
-    return os.path.realpath(str(place)) if "://" not in str(place) else str(place)
+def _resolved(place: Folder | Store) -> str:
+    return os.path.realpath(place.path) if isinstance(place, Folder) else str(place)
 
 
 def _check_chain(chain: list[Delta]) -> None:

@@ -97,7 +97,7 @@ class MergedIds(MergedTable):
         """Return the hashes of the rows of the base that have ids, in the order of these."""
         hashes, used = np.zeros(self.begins, np.uint64), known.used()
         for rows in row_chunks(self.begins, self.row_bytes):
-            numbers = np.arange(rows.start, min(rows.stop, self.begins))
+            numbers = np.arange(rows.start, rows.stop)
             hashes[numbers] = hashes_of(known.ids[numbers], self.base_rows(numbers), self.fills)
             bar.advance(len(numbers) * self.row_bytes)
         order = used[np.argsort(known.ids[used])]

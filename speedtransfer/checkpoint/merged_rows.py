@@ -17,7 +17,7 @@ from speedtransfer.checkpoint.plain_data import find_shards
 from speedtransfer.checkpoint.row_hashes import hashes_of, total_of
 from speedtransfer.checkpoint.tensors import PickedRows, TensorReader
 from speedtransfer.checkpoint.together import ShardReader
-from speedtransfer.dtypes import bits_of
+from speedtransfer.dtypes import bits_of, rows_at
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.progress import ByteProgress
 from speedtransfer.ranks import Partition
@@ -147,7 +147,7 @@ class MergedTable:
         self.written = [written_at(rows.ids.numpy(), rows.parts) for _, _, rows in self._deltas()]
         totals, fits = [0] * (len(self.chain) + 1), True
         for rows in row_chunks(self.count, self.row_bytes):
-            numbers = np.arange(rows.start, min(rows.stop, self.count))
+            numbers = np.arange(rows.start, rows.stop)
             hashes, old = np.zeros(len(numbers), np.uint64), numbers < self.begins
             if before is not None:
                 # As they lie in the files.
@@ -158,7 +158,7 @@ class MergedTable:
             for number, (_, facts, found) in enumerate(self._deltas()):
                 at, of = self.written[number].among(numbers)
                 fits &= bool((hashes[at] == found.was[of]).all())
-                parts = {plane: bits_of(part)[of].view(part.dtype) for plane, part in found.parts.items()}
+                parts = {plane: rows_at(part, torch.from_numpy(of)) for plane, part in found.parts.items()}
                 hashes[at] = hashes_of(numbers[at], parts, facts.fills)
                 totals[number + 1] += total_of(hashes)
             bar.advance(len(hashes) * self.row_bytes)
@@ -187,11 +187,11 @@ class MergedTable:
         if rank is not None and self.order is not None:
             first, count = self.order.start(rank), self.order.size(rank)
         like = torch.empty((0, *tail), dtype=dtype, device="meta")
-        return PickedRows(like, count, slice, functools.partial(self._rows, plane, first, first + count))
+        return PickedRows(like, count, slice, functools.partial(self._rows, plane, first))
 
-    def _rows(self, plane: str, first: int, end: int, rows: slice) -> Tensor:
+    def _rows(self, plane: str, first: int, rows: slice) -> Tensor:
         """Return rows of a plane with those of all deltas over them, in the order of the result, of those from `first` on."""
-        numbers = np.arange(first + rows.start, min(first + rows.stop, end))
+        numbers = np.arange(first + rows.start, first + rows.stop)
         if self.order is not None:
             numbers = self.order.ids(torch.from_numpy(numbers)).numpy()
         like, fill = self._like[plane], self.fills[plane]

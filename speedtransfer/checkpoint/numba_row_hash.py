@@ -13,7 +13,8 @@ _FACTOR = np.uint64(0xD6E8FEB86659FD93)
 _32 = np.uint64(32)
 
 
-def _fold(hashes: Any, words: Any, start: int, stop: int) -> None:
+@compile_function
+def fold(hashes: Any, words: Any, start: int, stop: int) -> None:
     """Go on with the hashes (n,) uint64 of rows by more of their words, ``(n, width)`` of any unsigned integers."""
     for row in range(start, stop):
         found = hashes[row]
@@ -21,6 +22,3 @@ def _fold(hashes: Any, words: Any, start: int, stop: int) -> None:
             found = (found ^ np.uint64(words[row, column])) * _FACTOR
             found ^= found >> _32
         hashes[row] = found
-
-
-fold = compile_function(_fold)

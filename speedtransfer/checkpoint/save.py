@@ -151,7 +151,7 @@ def plan_files(
         make_first_state(optimizer)
         store_all(optimizer, constructed=False)
     plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
-    keeps = {r: Keeps(plan.keep if processes.is_first else _drop, shards.keep, rows) for r, plan in plans.items()}
+    keeps = {role: Keeps(plan.keep, shards.keep, rows) for role, plan in plans.items()}
     content: dict[str, Any] = {
         "versions": manifest.VERSIONS,
         "model": encode_model(model, keeps["model"]),
@@ -164,6 +164,7 @@ def plan_files(
         content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
         content["extra"] = encode(extra, "extra", keep)
     else:
+        # Rank 0 saves what all have alike.
         plans = {}
         own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
     return plans | dict.fromkeys(own, shards), content, own
@@ -232,11 +233,6 @@ def _new_files(
             place.check_sees(f"rows-0-{unique}.safetensors")
             files = stack.enter_context(place.new_files(names, need, is_new))
     return files
-
-
-def _drop(path: str, tensor: Any) -> str:
-    """Take a tensor that rank 0 saves."""
-    return path
 
 
 def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int]]:
