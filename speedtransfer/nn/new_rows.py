@@ -21,6 +21,7 @@ from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table, check_layout
 from speedtransfer.vocabulary import Vocabulary, owners_of
 from speedtransfer.vocabulary.id_rows import reserved_rows
+from speedtransfer.vocabulary.initial import check_range
 from speedtransfer.vocabulary.policies import most_rows, share_of
 
 # What gradients may be sent as.
@@ -101,7 +102,7 @@ class NewRows:
                 f"the rows are {self.dtype} but those of a vocabulary begin with drawn values and are trained; pass "
                 "floating-point ones"
             )
-        vocabulary.check_dtype(self.dtype)
+        check_range(vocabulary.initial, self.dtype)
         self._capacity(vocabulary)
 
     def _check_shared_out(self) -> None:

@@ -21,6 +21,7 @@ from speedtransfer.optim.merge import Part
 from speedtransfer.rows import LAST_STEP, Rows
 from speedtransfer.tables import NOTHING, Known, loading
 from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, Vocabulary
+from speedtransfer.vocabulary.initial import check_range
 from speedtransfer.vocabulary.loaded_state import unpack_features
 
 
@@ -365,7 +366,7 @@ class VocabularyIds(IdSpace):
         self.vocabulary.follow()
 
     def check_dtype(self, dtype: Any) -> None:  # noqa: D102
-        self.vocabulary.check_dtype(dtype)
+        check_range(self.vocabulary.initial, dtype)
 
     def rows_replaced(self) -> None:  # noqa: D102
         self.vocabulary.follow()

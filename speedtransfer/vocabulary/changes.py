@@ -75,8 +75,8 @@ class Changes(NamedTuple):
             It cannot be written.
         """
         path = check_safetensors_path(path)
-        numbers = {name: getattr(self, name) for name in _NUMBERS}
-        metadata = {"format": _FORMAT, "version": "1", **{name: json.dumps(value) for name, value in numbers.items()}}
+        numbers = {name: json.dumps(getattr(self, name)) for name in _NUMBERS}
+        metadata = {"format": _FORMAT, "version": "1", **numbers}
         # Rows first: 2-D tensors may be opened as tables.
         tensors = {name: getattr(self, name).detach().cpu() for name in ("rows", "ids", "evicted", "reserved")}
         files.write(path, [files.in_chunks(name, tensor) for name, tensor in tensors.items()], metadata)

@@ -17,7 +17,7 @@ from speedtransfer.vocabulary.device_map import DeviceMap, fill_unseen
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
-from speedtransfer.vocabulary.initial import check_range, initial_values
+from speedtransfer.vocabulary.initial import initial_values
 from speedtransfer.vocabulary.owned import Owned
 from speedtransfer.vocabulary.policies import most_rows
 
@@ -54,10 +54,6 @@ class Room(Owned):
                 rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
             self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
         return rows
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise unless rows of `dtype` can hold what they begin with."""
-        check_range(self.initial, dtype)
 
     def initial_values(self, ids: np.ndarray, dim: int, dtype: torch.dtype) -> Tensor:
         """Return what rows of ids (n,) int64 begin with, ``(n, dim)`` on the CPU."""
