@@ -24,6 +24,8 @@ from speedtransfer.tables.parts import Parts
 from speedtransfer.tables.records import Block, Layout, Specs, blocks_of, record_bytes, views_of
 from speedtransfer.tables.reserved import Reserved
 
+_SMALLER = "pass memory='mmap' with a path on a disk with room, fewer rows or a smaller dtype"
+
 
 class Memory(ABC):
     """Allocates the planes of a table.
@@ -92,14 +94,11 @@ class Memory(ABC):
 
     def check_room_beside(self, planes: Mapping[str, Tensor], num_rows: int, specs: Specs) -> None:
         """Raise `HostMemoryError` where more planes of a table and those that it has exceed the machine's memory."""
-        held, have = sum(plane.nbytes for plane in planes.values()), physical_bytes()
+        held = sum(plane.nbytes for plane in planes.values())
         need = num_rows * sum(width * dtype.itemsize for width, dtype in specs.values())
-        if need and self._is_on_host and have and held + need > have:
-            raise HostMemoryError(
-                f"{', '.join(map(repr, specs))} of {num_rows} rows ask for {format_bytes(need)} beside the "
-                f"{format_bytes(held)} of their others, but this machine has {format_bytes(have)} of memory; pass "
-                "memory='mmap' with a path on a disk with room, fewer rows or a smaller dtype"
-            )
+        if need and self._is_on_host:
+            beside = f"{format_bytes(need)} beside the {format_bytes(held)} of their others,"
+            _check_memory(held + need, f"{', '.join(map(repr, specs))} of {num_rows} rows ask for {beside}", _SMALLER)
 
     def allocate_together(self, num_rows: int, specs: Specs) -> dict[str, Tensor]:
         """Return zeroed ``(num_rows, width)`` tensors for planes that are added together, with contiguous rows.
@@ -134,13 +133,11 @@ class Memory(ABC):
         )
         # Those that are copied are there twice.
         need += sum(block.row_bytes * block.num_rows for block in blocks if not self._can_extend(block, num_rows))
-        have = physical_bytes()
-        if have and need > have and self._is_on_host:
-            raise HostMemoryError(
-                f"{num_rows} rows, {blocks[0].num_rows} so far ({format_bytes(before)}), ask for {format_bytes(need)} but "
-                f"this machine has {format_bytes(have)} of memory; grow to fewer rows, or pass memory='mmap' with a path on a "
-                "disk with room"
+        if self._is_on_host:
+            what = (
+                f"{num_rows} rows, {blocks[0].num_rows} so far ({format_bytes(before)}), ask for {format_bytes(need)}"
             )
+            _check_memory(need, what, "grow to fewer rows, or pass memory='mmap' with a path on a disk with room")
 
     def _can_extend(self, block: Block, num_rows: int) -> bool:
         """Tell whether the memory of a block can become longer."""
@@ -302,12 +299,10 @@ class DeviceMemory(Memory):
 
 def check_room(num_bytes: int, what: str) -> None:
     """Raise `HostMemoryError` where a copy of rows of files would exceed the memory of the machine."""
-    have = physical_bytes()
-    if have and num_bytes > have:
-        raise HostMemoryError(
-            f"{what} take {format_bytes(num_bytes)} as one tensor but this machine has {format_bytes(have)} of memory; gather "
-            "the rows that are needed, or copy them to a file, which streams: table.save(path), st.save_checkpoint"
-        )
+    remedy = (
+        "gather the rows that are needed, or copy them to a file, which streams: table.save(path), st.save_checkpoint"
+    )
+    _check_memory(num_bytes, f"{what} take {format_bytes(num_bytes)} as one tensor", remedy)
 
 
 def _check_fits(plane: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[int, str]:
@@ -316,10 +311,12 @@ def _check_fits(plane: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple
     HostMemoryError where they exceed the machine's memory: overcommit would succeed and the OOM killer strike later.
     """
     num_bytes, what = shape[0] * shape[1] * dtype.itemsize, f"plane {plane!r} of {shape[0]} x {shape[1]} {dtype}"
+    _check_memory(num_bytes, f"{what} asks for {format_bytes(num_bytes)}", _SMALLER)
+    return num_bytes, what
+
+
+def _check_memory(num_bytes: int, what: str, remedy: str) -> None:
+    """Raise `HostMemoryError`, which says `what` asks for them, where so many bytes exceed the memory of the machine."""
     have = physical_bytes()
     if have and num_bytes > have:
-        raise HostMemoryError(
-            f"{what} asks for {format_bytes(num_bytes)} but this machine has {format_bytes(have)} of memory; "
-            "pass memory='mmap' with a path on a disk with room, fewer rows or a smaller dtype"
-        )
-    return num_bytes, what
+        raise HostMemoryError(f"{what} but this machine has {format_bytes(have)} of memory; {remedy}")
