@@ -85,9 +85,8 @@ class Rows:
         if len(found.ids) < len(flat):
             last = last_places(found.inverse, len(found.ids))
             flat, rows = found.ids, {name: value[last.to(value.device)] for name, value in rows.items()}
-        own = [
-            self.table.stored(name) for name in self.columns
-        ]  # somebody may copy rows from one place of a table to another
+        # Somebody may copy rows from one place of a table to another.
+        own = [self.table.stored(name) for name in self.columns]
         rows = {n: v.clone() if any(overlap(v, plane) for plane in own) else v for n, v in rows.items()}
         self.table.scatter(flat, rows, check=False)
         self.settle()
