@@ -22,7 +22,7 @@ from speedtransfer import safetensors_io
 from speedtransfer.encoding import dtype_of
 from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
 from speedtransfer.optim.plane_view import PlaneView
-from speedtransfer.tables import files, reserved
+from speedtransfer.tables import files, reserved, spans
 from speedtransfer.tables.longer_files import LongerFile
 
 DIM = 6
@@ -179,7 +179,7 @@ def filled(path=None, **options):
     return table
 
 
-@pytest.mark.skipif(not reserved.AVAILABLE, reason="addresses cannot be reserved here")
+@pytest.mark.skipif(not spans.AVAILABLE, reason="addresses cannot be reserved here")
 def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch):
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(16 << 30))
     table = filled()

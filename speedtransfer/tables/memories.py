@@ -232,7 +232,7 @@ class PageableMemory(Memory):
             return None
         block.extend(num_bytes)
         self._reserved[block.address] = block
-        return block.tensor(num_bytes)
+        return block.tensor(block.address, num_bytes)
 
     def _can_extend(self, block: Block, num_rows: int) -> bool:
         found = self._reserved.get(block.address)
@@ -254,7 +254,7 @@ class PageableMemory(Memory):
                     f"{', '.join(block.planes)}, which the system refused ({error.strerror}); grow to fewer rows, or pass "
                     "memory='mmap' with a path on a disk with room"
                 ) from error
-            longer.append((block, found.tensor(num_bytes).view(num_rows, block.row_bytes)))
+            longer.append((block, found.tensor(found.address, num_bytes).view(num_rows, block.row_bytes)))
         for block, records in longer:
             grown.update(block.planes_longer(records))
         return grown
