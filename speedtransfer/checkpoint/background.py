@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -45,9 +44,7 @@ class SnapshotRows(StoredRows):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for snapshot in self._snapshots:
             snapshot.close()
 

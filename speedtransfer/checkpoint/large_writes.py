@@ -11,7 +11,6 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -40,9 +39,7 @@ class LargeWrites:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def write(self, data: Any) -> None:
