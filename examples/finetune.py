@@ -21,7 +21,7 @@ from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, Trainer, Trainer
 
 import speedtransfer as st
 
-TABLE = "embed_tokens_per_layer"
+TABLE, WORDS, STEPS = "embed_tokens_per_layer", 50_000, 20
 
 
 def make(words: int, layers: int = 4, width: int = 32) -> nn.Module:
@@ -86,16 +86,14 @@ def main() -> None:
     """Tune, and print what the tables take."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", default="tuned", help="folder of the checkpoints")
-    parser.add_argument("--words", type=int, default=50_000)
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
-    model = make(given.words)
+    model = make(WORDS)
     print(st.replace_embeddings(model, names=f"*{TABLE}", memory="auto"))
     table = model.model.get_submodule(TABLE)
-    text = torch.randint(given.words, (256, 32), generator=torch.Generator().manual_seed(0))
+    text = torch.randint(WORDS, (256, 32), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in text]
-    steps: dict[str, Any] = {"max_steps": given.steps, "save_steps": max(given.steps // 2, 1), "logging_steps": 5}
+    steps: dict[str, Any] = {"max_steps": STEPS, "save_steps": STEPS // 2, "logging_steps": 5}
     table.table.reset_stats()
     made = tune(adapt(model), table, data, given.output, given.resume, **steps)
     size, stats = table.weight.numel() * table.weight.element_size(), table.table.stats()

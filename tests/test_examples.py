@@ -74,7 +74,6 @@ ngram_lm --data . -> . cannot be read
 ngram_lm --only dens -> invalid choice
 ngram_lm --steps 0 -> --steps is 0 but must be at least 1
 memory_layer --plot no-folder/x.png -> --plot is no-folder/x.png but must be a .png in a folder that exists
-memory_layer --rows -1 -> --rows is -1 but must be at least 1
 memory_layer --values 49 -> --values is 49 but each head reads 8 of sqrt(values) half-keys
 parallel --processes 1 -> --processes is 1 but must be at least 2
 parallel --batch 63 -> --batch is 63 but must be a multiple of --processes, 2

@@ -62,6 +62,7 @@ READERS = {
     "c.toml": read_config,
     "c.json": read_config,
     "array.npy": speedtorch_files.read_npy,
+    "machine.yaml": lambda path: st.plan((2, 2), machine=path),
     "tensor.pt": speedtorch_files.read_torch,
 }
 
