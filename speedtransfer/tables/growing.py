@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from speedtransfer.cuda import WARM_UP, check_not_capturing, wait_until_filled
@@ -11,7 +12,6 @@ from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import DeviceError, InvalidValueError, check_size
 from speedtransfer.tables.chunks import set_plane
 from speedtransfer.tables.planes import Planes
-from speedtransfer.tables.row_cache import padded_counts
 from speedtransfer.tables.same_file import see_others
 
 
@@ -112,7 +112,9 @@ class Growing(Planes):
         if cache is None or options is None:
             return
         if options.counts is not None:
-            self._cache_options = options = options._replace(counts=padded_counts(options.counts, more))
+            # Nothing is known of new rows.
+            counts = torch.cat((options.counts, options.counts.new_zeros(more)))
+            self._cache_options = options = options._replace(counts=counts)
         if cache.capacity < self.num_rows - more or options.rows == cache.capacity:
             return
         # First what only the cache has.

@@ -70,11 +70,6 @@ def check_cache(rows: Any, counts: Any, memory: str, num_rows: int) -> CacheOpti
     return CacheOptions(rows, given)
 
 
-def padded_counts(counts: Tensor, more: int) -> Tensor:
-    """Return how often each row is used for a table with `more` new rows, of which nothing is known."""
-    return torch.cat((counts, counts.new_zeros(more)))
-
-
 def cached_engine(engine: Engine, options: CacheOptions, place: Memory, weight: Tensor) -> CachedEngine:
     """Return an engine around `engine` for a table in `place` with the plane `weight`."""
     device = engine.device

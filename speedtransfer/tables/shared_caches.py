@@ -48,7 +48,11 @@ def check_not_shared(path: Path, writable: bool | str) -> None:
                 f"{str(path)!r} is in a cache of files that other programs use ({str(cache)!r}), and training would change it "
                 f"for them; copy it, open it with writable=False, or pass writable={SHARED!r} to change it all the same"
             )
-    names = _number_of_names(path)
+    try:
+        names = os.stat(path).st_nlink
+    except OSError:
+        # Opening it tells why.
+        return
     if names > 1:
         raise StorageError(
             f"{str(path)!r} is one of {names} names of a file (hard links), and training would change it under all of them; "
@@ -71,10 +75,3 @@ def _folders() -> Iterator[Path]:
                 place = os.path.expanduser(folder)
                 yield Path(os.path.abspath(place))
                 yield Path(os.path.realpath(place))
-
-
-def _number_of_names(path: Path) -> int:
-    try:
-        return os.stat(path).st_nlink
-    except OSError:
-        return 0  # opening it tells why

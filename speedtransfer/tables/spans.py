@@ -112,7 +112,9 @@ class Span(Addresses):
         self.addresses = list[int]()
         at = self.address
         for piece, start, length in zip(pieces, starts, lengths, strict=True):
-            with _opened(piece.path) as file:
+            with storage_error(f"cannot read {str(piece.path)!r}", "check the path"):
+                opened = open_file(piece.path)
+            with opened as file:
                 if os.fstat(file.fileno()).st_size < piece.offset + piece.num_bytes:
                     raise StorageError(f"{str(piece.path)!r} has become shorter while it was opened; open it again")
                 num_bytes = piece.offset + piece.num_bytes - start
@@ -134,11 +136,6 @@ class _Bytes:
 def whole_pages(num_bytes: int) -> int:
     """Return the bytes of the pages that `num_bytes` bytes take."""
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _opened(path: Path) -> Any:
-    with storage_error(f"cannot read {str(path)!r}", "check the path"):
-        return open_file(path)
 
 
 @once
