@@ -63,8 +63,10 @@ def fill_plane(plane: Tensor, function: Callable[[Tensor], Tensor | None]) -> No
 @torch.no_grad()
 def set_plane(plane: Tensor, value: float | Tensor) -> None:
     """Set all rows of a plane to a number, or to a ``(width,)`` row."""
+    # By a copy from the host: devices do not fill all dtypes.
+    row = value if isinstance(value, Tensor) else torch.full((1,), value, dtype=plane.dtype, device="cpu")
     for rows in plane_chunks(plane):
-        plane[rows] = value
+        plane[rows].copy_(row)
 
 
 @torch.no_grad()
