@@ -299,7 +299,7 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     if given:
         # Both may have one mapping: `new.state = old.state`.
         optimizer.state[handle.param] = given
-    handle.state = RowState(handle.rows, handle.param, optimizer, specs, rule, sparse, handle.sparse, handle)
+    handle.state = RowState(handle, optimizer, specs, rule, sparse)
     if rule is None and not sparse and handle.idle != "lazy":
         handle.state.assume(optimizer, group)
     state_dicts.watch(optimizer)

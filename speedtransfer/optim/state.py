@@ -9,15 +9,14 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Lag, Rule
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import OWN, PlaneSpec
-from speedtransfer.optim.state_planes import RowOwner, StatePlanes
-from speedtransfer.rows import Rows
+from speedtransfer.optim.state_planes import StatePlanes
 from speedtransfer.tables import NOTHING, Known
 
 _NUMBERS = (int, float)
@@ -72,9 +71,8 @@ class RowState(StatePlanes):
 
     Parameters
     ----------
-    rows : Rows
-    param : nn.Parameter
-        The parameter of the rows.
+    handle : Handle
+        Of the table; has the state for as long as it is that of the rows.
     optimizer : Optimizer
     specs : dict of str to PlaneSpec
         The state per row, by name.
@@ -82,25 +80,13 @@ class RowState(StatePlanes):
         What its steps do to idle rows, which catch up later.
     sparse : bool
         Whether steps get a sparse gradient.
-    from_sparse : bool
-        Whether the module was made with ``sparse=True``.
-    owner : object
-        The object that keeps `rows` alive.
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        param: nn.Parameter,
-        optimizer: Optimizer,
-        specs: dict[str, PlaneSpec],
-        rule: Rule | None = None,
-        sparse: bool = False,
-        from_sparse: bool = False,
-        owner: RowOwner | None = None,
+        self, handle: Any, optimizer: Optimizer, specs: dict[str, PlaneSpec], rule: Rule | None, sparse: bool
     ) -> None:
-        super().__init__(rows, param, optimizer, from_sparse, owner)
-        self.sparse = sparse
+        super().__init__(handle, optimizer)
+        self.sparse, rows = sparse, self.rows
         # Set from `load` to `store`; still set afterwards if the step failed.
         self.running: _Step | None = None
         # Whether the optimizer has made that step.
@@ -113,7 +99,7 @@ class RowState(StatePlanes):
             with_last_steps=rule is not None and bool(rule.factors) and rows.table.layout == "rows",
         )
         if rule is not None:
-            rows.enable_catch_up(Lag(rule, rows.dtype), owner)
+            rows.enable_catch_up(Lag(rule, rows.dtype), handle)
 
     def drop(self) -> None:
         """Remove the planes and the views of them that the optimizer holds."""
@@ -221,7 +207,7 @@ class RowState(StatePlanes):
                     given = self.rows.read(ids, list(planes.values()), known=known)
                 active = {name: given[plane] for name, plane in planes.items()}
                 bools = [name for name in active if self._specs[name].dtype == torch.bool]
-                active |= {name: self._as_state(name, active[name]) for name in bools}
+                active |= {name: active[name].view(torch.bool) for name in bools}
             elif views:
                 active = {name: view.decode() for name, view in views.items()}
             before = self._numbers_of(state)

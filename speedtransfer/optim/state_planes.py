@@ -5,38 +5,29 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, KeysView
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.plane_view import PlaneView
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.rows import LAST_STEPS, Rows
+from speedtransfer.rows import LAST_STEPS
 from speedtransfer.tables import row_chunks
-
-
-class RowOwner(Protocol):
-    """What keeps the rows alive: a handle."""
-
-    id_space: IdSpace
 
 
 class StatePlanes:
     """The part of :class:`RowState` that holds the planes."""
 
-    def __init__(
-        self, rows: Rows, param: nn.Parameter, optimizer: Optimizer, from_sparse: bool, owner: RowOwner | None = None
-    ) -> None:
-        self.rows, self._from_sparse = rows, from_sparse
-        # Weak, as the parameter, and the owner, hold this object.
-        self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(param)
-        self._owner: Callable[[], RowOwner | None] = (lambda: None) if owner is None else weakref.ref(owner)
+    def __init__(self, handle: Any, optimizer: Optimizer) -> None:
+        self.rows, self._from_sparse = handle.rows, handle.sparse
+        # Weak, as the handle, and with it the parameter, holds this object.
+        self._handle: Callable[[], Any] = weakref.ref(handle)
+        self.optimizer, self._param = weakref.ref(optimizer), weakref.ref(handle.param)
         # By name of the state: its spec, the name of its plane, and the view of the whole plane.
         self._specs: dict[str, PlaneSpec] = {}
         self._planes: dict[str, str] = {}
@@ -123,10 +114,6 @@ class StatePlanes:
             if self.rows.has(plane):
                 self.rows.drop(plane)
 
-    def _as_state(self, name: str, values: Tensor) -> Tensor:
-        """Return `values` of a plane in the dtype of the state, without a copy."""
-        return values.view(torch.bool) if self._specs[name].dtype == torch.bool else values
-
     def _remove(self, names: Iterable[str]) -> None:
         self._drop_left({name: self._planes[name] for name in names})
 
@@ -177,8 +164,7 @@ class StatePlanes:
             for name, value in foreign.items()
             if not value.shape or (value.shape[0] and not (self._fresh and self._holds_initial(name, value)))
         }
-        owner, placement = self._owner(), self.rows.placement
-        fresh = None if owner is None else owner.id_space.fresh_rows()
+        placement, fresh = self.rows.placement, self._handle().id_space.fresh_rows()
         for name, value in loaded.items():
             if (
                 value.shape
