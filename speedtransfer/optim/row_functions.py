@@ -7,6 +7,7 @@ found on the host. What is zero there has more functions: sums, norms and factor
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,31 +23,30 @@ aten = torch.ops.aten
 
 
 def _packets(names: str) -> set[Any]:
-    return {getattr(aten, name) for name in names.split() if hasattr(aten, name)}
+    return {getattr(aten, name) for name in names.split()}
 
 
-# Elementwise functions that map zero to zero, whatever their further arguments are.
-_ZERO_TO_ZERO = _packets("abs abs_ neg neg_ sign sgn sqrt isnan isinf nan_to_num nan_to_num_")
-# Other elementwise functions: their result depends on the values there, and on numbers.
+# Functions of each value by itself, and of numbers.
 _EACH = """
-    addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_ clamp_max clamp_max_
-    clamp_min clamp_min_ copy_ eq exp expm1 floor floor_divide ge gt isneginf isposinf le lerp lerp_ log log1p logical_and
-    logical_not logical_or logical_xor lt maximum minimum ne pow pow_ reciprocal round rsub sigmoid tanh
-    trunc ceil_ fill_ floor_ round_ sign_ sqrt_ tanh_ trunc_
+    abs abs_ addcdiv addcdiv_ addcmul addcmul_ bitwise_and bitwise_not bitwise_or bitwise_xor ceil ceil_ clamp clamp_ clamp_max
+    clamp_max_ clamp_min clamp_min_ copy_ eq exp expm1 fill_ floor floor_ floor_divide ge gt isinf isnan isneginf isposinf le
+    lerp lerp_ log log1p logical_and logical_not logical_or logical_xor lt maximum minimum nan_to_num nan_to_num_ ne neg neg_
+    pow pow_ reciprocal round round_ rsub sgn sigmoid sign sign_ sqrt sqrt_ tanh tanh_ trunc trunc_
 """
 _DIVISIONS = _packets("div div_")
 # Functions of lists: the first list may hold RowGradients and ordinary tensors.
-_LISTS_CLAMPED_MIN = _packets("_foreach_clamp_min _foreach_clamp_min_")
-_LISTS_CLAMPED_MAX = _packets("_foreach_clamp_max _foreach_clamp_max_")
-_LISTS = _LISTS_CLAMPED_MIN | _LISTS_CLAMPED_MAX
-_LISTS |= _packets(
-    "_foreach_mul _foreach_mul_ _foreach_div _foreach_div_ _foreach_neg _foreach_neg_ _foreach_abs _foreach_abs_"
-)
-_LISTS |= _packets("_foreach_zero_ _amp_foreach_non_finite_check_and_unscale_")
-_NORMS = _packets("norm linalg_vector_norm")
+_LISTS = _packets("""
+    _foreach_abs _foreach_abs_ _foreach_clamp_max _foreach_clamp_max_ _foreach_clamp_min _foreach_clamp_min_ _foreach_div
+    _foreach_div_ _foreach_mul _foreach_mul_ _foreach_neg _foreach_neg_ _foreach_zero_
+    _amp_foreach_non_finite_check_and_unscale_
+""")
+# How the bound of those that clamp must compare with zero, so that this stays zero.
+_KEEPS_ZERO = dict.fromkeys(_packets("_foreach_clamp_min _foreach_clamp_min_"), operator.le)
+_KEEPS_ZERO |= dict.fromkeys(_packets("_foreach_clamp_max _foreach_clamp_max_"), operator.ge)
+NORMS = _packets("norm linalg_vector_norm")
 _EXTREMES, _DEVIATIONS = _packets("max min amax amin"), _packets("var std")
 # What zeros add nothing to.
-_SUMS = _NORMS | _packets("sum any count_nonzero")
+_SUMS = NORMS | _packets("sum any count_nonzero")
 REDUCTIONS = _SUMS | _EXTREMES | _DEVIATIONS | _packets("mean all")
 
 
@@ -97,12 +97,6 @@ def _zeroed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _wrapped(grad, grad.rows.zero_())
     grad._tell(grad.rows, "zeroed")
     return grad
-
-
-def _to_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].elsewhere:
-        return _each(func, args, kwargs)
-    return _wrapped(args[0], func(args[0].rows, *args[1:], **kwargs))
 
 
 def _each(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -190,20 +184,14 @@ def _scaled(func: Any, args: tuple[Any, ...], rounding: dict[str, Any]) -> Any:
 # --- lists ------------------------------------------------------------------------------------------------------------------
 
 
-def _keeps_zero(low: Any, high: Any) -> bool:
-    numbers = all(bound is None or isinstance(bound, int | float) for bound in (low, high))
-    return numbers and (low is None or low <= 0) and (high is None or high >= 0)
-
-
 def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grads = args[0]
     flat = [item for other in args[1:] if isinstance(other, list | tuple) for item in other]
     masks = any(isinstance(g, RowGradient) and g.elsewhere for g in grads)
     if masks or any(isinstance(item, Tensor) and item.dim() for item in flat):
         return NotImplemented
-    low = args[1] if func.overloadpacket in _LISTS_CLAMPED_MIN else None
-    high = args[1] if func.overloadpacket in _LISTS_CLAMPED_MAX else None
-    if not _keeps_zero(low, high):
+    keeps_zero = _KEEPS_ZERO.get(func.overloadpacket)
+    if keeps_zero is not None and not (isinstance(args[1], int | float) and keeps_zero(args[1], 0)):
         return NotImplemented
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
     # In place.
@@ -240,7 +228,7 @@ def _reduced(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     if dims == [1]:
         return _of_each_row(func, args, kwargs)
-    if packet in _NORMS and (grad.elsewhere or order_of(args, kwargs) <= 0):
+    if packet in NORMS and (grad.elsewhere or order_of(args, kwargs) <= 0):
         return NotImplemented
     if packet in _SUMS and not grad.elsewhere and dims in (None, [0]):
         return func(_some_rows(grad), *args[1:], **kwargs)
@@ -275,7 +263,7 @@ def _with_others(func: Any, grad: RowGradient, given: dict[str, Any], args: Any,
         correction = given.get("correction")
         found = squares / max(0, total - (1 if correction is None else correction))
         return (found.sqrt() if packet is aten.std else found).to(rows.dtype)
-    result = func(rows, *args[1:], **kwargs) if known else func(rows.new_zeros(1, *grad.shape[1:]), *args[1:], **kwargs)
+    result = func(_some_rows(grad), *args[1:], **kwargs)
     if packet is aten.mean:
         wide = rows.sum(dtype=torch.promote_types(result.dtype, torch.float32))
         return ((wide + (total - known) * elsewhere) / total).to(result.dtype)
@@ -313,7 +301,6 @@ def _fill(packets: Iterable[Any], function: Callable[..., Any], elsewhere: bool 
 
 
 _fill(_packets(_EACH), _each, True)
-_fill(_ZERO_TO_ZERO, _to_zero, True)
 _fill(_packets("add add_ sub sub_"), _summed, True)
 _fill(_packets("mul mul_ div div_"), _multiplied, True)
 _fill(_packets("detach alias"), _alias, True)

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import Part
-from speedtransfer.optim.row_functions import REDUCTIONS, order_of
+from speedtransfer.optim.row_functions import NORMS, REDUCTIONS, order_of
 from speedtransfer.optim.row_gradient import RowGradient, by_rows
 from speedtransfer.ranks import Exchange
 from speedtransfer.tables import Known
@@ -26,8 +26,6 @@ aten = torch.ops.aten
 # Functions of one number, which is that of all processes, of zeros elsewhere and of other values: no process knows whether
 # there are any.
 _REDUCED = {aten.sum.default, aten.count_nonzero.default, aten.any.default}, {aten.all.default}
-_NORMS = (aten.linalg_vector_norm, aten.norm)
-_ALL_NORMS = (*_NORMS, aten._foreach_norm)
 
 
 class ShardGradient(RowGradient):
@@ -69,11 +67,14 @@ class ShardGradient(RowGradient):
         if torch.is_inference_mode_enabled():
             return super().__torch_dispatch__(func, types, args, kwargs)
         kwargs, name = kwargs or {}, func.overloadpacket
-        if name in _ALL_NORMS and any(isinstance(it, RowGradient) and it.elsewhere for it in tree_leaves(args[0])):
+        if name in (*NORMS, aten._foreach_norm) and any(
+            isinstance(it, RowGradient) and it.elsewhere for it in tree_leaves(args[0])
+        ):
             _refuse(func)
         if name is aten._foreach_norm and order_of(args, kwargs) > 0:
             return _norms(args[0], order_of(args, kwargs), kwargs.get("dtype"))
-        if name in _NORMS and isinstance(args[0], cls) and _over_all(args, kwargs) and order_of(args, kwargs) > 0:
+        over_all = len(args) < 3 and kwargs.get("dim") is None
+        if name in NORMS and isinstance(args[0], cls) and over_all and order_of(args, kwargs) > 0:
             return _norms([args[0]], order_of(args, kwargs), kwargs.get("dtype"))[0]
         is_known = name not in REDUCTIONS or func in _REDUCED[bool(args[0].elsewhere)]
         if not is_known or name in (aten.index, aten.index_select) or _of_each_row(args):
@@ -115,10 +116,6 @@ def _refuse(func: Any) -> NoReturn:
     )
 
 
-def _over_all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return len(args) < 3 and kwargs.get("dim") is None
-
-
 def _of_each_row(args: tuple[Any, ...]) -> bool:
     """Tell whether another argument has a value for each row of the table: which are ours is not known there."""
     grads = [value for value in args if isinstance(value, ShardGradient)]
@@ -128,7 +125,7 @@ def _of_each_row(args: tuple[Any, ...]) -> bool:
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """Return the norms of gradients; those of shards over all processes, the same bits in each."""
-    plain = [tree_map_only(RowGradient, lambda grad: grad.rows, t) for t in tensors]
+    plain = [t.rows if isinstance(t, RowGradient) else t for t in tensors]
     norms = [
         torch.linalg.vector_norm(t, order, dtype=dtype) if t.numel() else t.new_zeros((), dtype=dtype or t.dtype)
         for t in plain
