@@ -107,10 +107,6 @@ class Features:
         """Return all features: those of a gradient of all rows."""
         return self.all
 
-    def is_like(self, other: Features | None) -> bool:
-        """Tell whether `other` are the same features of the same rows."""
-        return other is not None and (self.names, self.starts) == (other.names, other.starts)
-
     def of(self, rows: Tensor) -> Tensor:
         """Return the number of the feature of each of `rows` (n,), numbered as in all processes together."""
         return self._id_space.features_of(rows, self.starts)
@@ -319,7 +315,7 @@ def _without_rows(state: dict[str, Any], planes: Any) -> dict[str, Any]:
 
 def check_alike(handle: Any, ours: Features, theirs: Features | None) -> None:
     """Raise unless a weight of features can take the place of another."""
-    if not ours.is_like(theirs):
+    if theirs is None or (theirs.names, theirs.starts) != (ours.names, ours.starts):
         raise InvalidValueError(
             f"{handle} has the features {list(ours.names)} from the rows {list(ours.starts)} on, and the weight assigned is "
             "not of the same; assign the weight of a MultiEmbedding of the same features"

@@ -13,6 +13,7 @@ from torch._tensor_str import PRINT_OPTS, printoptions
 from speedtransfer.optim.merge import Part
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.ranks import Exchange, Partition, Segment
+from speedtransfer.tables import NOTHING
 
 
 class Owners:
@@ -116,6 +117,12 @@ class Owners:
     def row_gradient(self, num_rows: int, part: Part, changed: Callable[..., None] | None, sparse: bool) -> RowGradient:
         """Return the gradient of the weight, of `num_rows` rows, that has those of `part`."""
         return RowGradient(num_rows, *part[:2], changed, sparse, part[2])
+
+    def no_gradient(self) -> Part:
+        """Return the gradient of no rows."""
+        table = self.handle.table
+        ids = torch.empty(0, dtype=torch.int64, device=table.device)
+        return ids, torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device), NOTHING
 
     def check_gradient(self, grad: Tensor) -> None:
         """Raise unless `grad` can be assigned to the weight."""

@@ -24,7 +24,7 @@ from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.merge import Part, added, keep, unpadded
 from speedtransfer.optim.owners import Owners
-from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of, to_words
+from speedtransfer.ranks import Exchange, as_int64, exchange_of, to_words
 from speedtransfer.tables import row_chunks, unique_rows
 
 # How many rows of the gradient of this backward, and of earlier ones, a process brings: the bits of its number.
@@ -98,9 +98,6 @@ class Replicas(Owners):
                 handle.features.left |= handle.features.touched
         return to_words(count << _COUNT | rows << 2 | int(whole) << 1 | 1, _WORDS)
 
-    def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
-        return []
-
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
         # `announce` has added them.
@@ -111,12 +108,11 @@ class Replicas(Owners):
             return
         self.holds = self.passed = False
         pending, whole = self.handle.pending, any(number & 2 for number in numbers)
-        found = []
-        if any((number & _LEFT) >> 2 for number in numbers):
-            found.append((self._mean(left, [(number & _LEFT) >> 2 for number in numbers]), False))
-        if any(number >> _COUNT for number in numbers):
+        now, before = [(number & _LEFT) >> 2 for number in numbers], [number >> _COUNT for number in numbers]
+        found = [(self._mean(left, now), False)] if any(now) else []
+        if any(before):
             # Hooks of the parameter have seen it.
-            found.insert(0, (self._mean(local, [number >> _COUNT for number in numbers]), True))
+            found.insert(0, (self._mean(local, before), True))
         if self.has_local_gradient:
             pending.begin_anew()
         for (ids, mean), hooked in found:
@@ -126,16 +122,11 @@ class Replicas(Owners):
 
     def _mean(self, part: Part | None, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return the rows of the gradients of all processes, and their mean; `counts` are the rows of each."""
-        exchange, table = self.exchange, self.handle.table
-        if part is None:
-            ids = torch.empty(0, dtype=torch.int64, device=table.device)
-            grad = torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
-        else:
-            ids, grad, _ = part
+        exchange, (ids, grad, _) = self.exchange, part or self.no_gradient()
         ids = exchange.gather("ids", ids.unsqueeze(1), counts)[:, 0]
         grads = exchange.gather("gradients", grad * (1 / exchange.ranks), counts)
         rows = unique_rows(ids)
-        total, inverse = grads.new_zeros(len(rows.ids), table.dim), rows.inverse.view(-1)
+        total, inverse = grads.new_zeros(len(rows.ids), grads.shape[1]), rows.inverse.view(-1)
         for place, some in zip(inverse.split(counts), grads.split(counts), strict=True):
             total.index_add_(0, place, some)
         return rows.ids, total

@@ -115,15 +115,11 @@ class Sharded(Owners):
         segments: list[Segment] = []
         for lookup, has in self.lookups.touched(numbers):
             route, grad = lookup.route, self._left.get(lookup.number)
-            sends = route.sends if grad is not None else [0] * self.exchange.ranks
             receives = [count * some for count, some in zip(route.receives, has, strict=True)]
             if grad is None:
-                grad = torch.empty(
-                    0, self.handle.table.dim, dtype=self.handle.rows.dtype, device=self.handle.table.device
-                )
-                order = torch.empty(0, dtype=torch.int64, device=grad.device)
+                sends, (order, grad, _) = [0] * self.exchange.ranks, self.no_gradient()
             else:
-                order = route.order.to(grad.device)
+                sends, order = route.sends, route.order.to(grad.device)
             values = grad[order]
             if not self.is_adaptive:
                 # The mean over processes, as of DistributedDataParallel.

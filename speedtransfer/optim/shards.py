@@ -53,8 +53,7 @@ class Asked(NamedTuple):
 class Lookup:
     """A lookup in training, to whose rows a gradient may come; all processes have made it.
 
-    `read` are the rows as the owner has read them, by plane, at
-    version `version` of the table.
+    `read` are the rows as the owner has read them, by plane, at version `version` of the table.
     """
 
     def __init__(self, number: int, route: Route, read: dict[str, Tensor] | None, version: int) -> None:
@@ -137,7 +136,10 @@ class ShardLookups:
         they were asked before.
         """
         route = self._route(ids, training) if asked is None else self._route_of_asked(ids, asked)
-        return self.read_by(route, training, renormalize)
+        read, parts = self.read(route.owned, renormalize)
+        segments = [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
+        rows = self.arranged(route, dict(zip(parts, self.exchange.move("rows", segments), strict=True)))
+        return rows, self.remember(route, read) if training else None
 
     def _route_of_asked(self, ids: Tensor, asked: Asked) -> Route:
         device = ids.device
@@ -145,15 +147,6 @@ class ShardLookups:
         order = torch.searchsorted(ids, to_device(torch.from_numpy(asked.rows), device))
         places = to_device(torch.from_numpy(asked.local), device) + self.partition.start(self.exchange.rank)
         return self.routed(order, asked.sends, asked.receives, places)
-
-    def read_by(
-        self, route: Route, training: bool, renormalize: Callable[[Tensor, Tensor], None] | None
-    ) -> tuple[Tensor, Lookup | None]:
-        """Return the rows of a route, as `look_up`."""
-        read, parts = self.read(route.owned, renormalize)
-        segments = [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
-        rows = self.arranged(route, dict(zip(parts, self.exchange.move("rows", segments), strict=True)))
-        return rows, self.remember(route, read) if training else None
 
     def arranged(self, route: Route, received: dict[str, Tensor]) -> Tensor:
         """Return the rows that owners have sent, ``(n, dim)``, in the order of the ids."""

@@ -89,11 +89,8 @@ class SharedOwners(Sharded):
         self.lookups.clear()
         if not any(numbers):
             return []
-        table = self.handle.table
-        ids = torch.empty(0, dtype=torch.int64, device=table.device)
-        grad = torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
-        if self._parts:
-            ids, grad, _ = added(table.num_rows, self._parts, False)
+        num_rows = self.handle.table.num_rows
+        ids, grad, _ = added(num_rows, self._parts, False) if self._parts else self.no_gradient()
         self._asked, self._order, self._sends = self.lookups.by_owner(ids)
         self._left = {self.lookups.count + 1: grad}
         return [self._sends]
