@@ -57,22 +57,22 @@ class Processes:
             if handle.table.writable:
                 handle.rows.catch_up()
             # Ids that were given rows without a lookup have let tables grow.
-            handle.id_space.tell_sizes()
+            handle.id_space.owners.tell_sizes()
 
     def gather_ids(self) -> None:
         """Let rank 0 have what is known of ids in all, until `release`."""
         for handle in self._handles:
-            handle.id_space.gather()
+            handle.id_space.owners.gather()
 
     def tell_sizes(self) -> None:
         """Tell the others how many rows tables have by now, which may have grown."""
         for handle in self._handles:
-            handle.id_space.tell_sizes()
+            handle.id_space.owners.tell_sizes()
 
     def release(self) -> None:
         """Forget what is known of ids in other processes."""
         for handle in self._handles:
-            handle.id_space.release()
+            handle.id_space.owners.release()
 
     def check_same(self, text: str) -> None:
         """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""

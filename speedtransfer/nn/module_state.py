@@ -130,7 +130,7 @@ class ModuleState(nn.Module):
             whole = self._placeholder()
             used.append((whole, self._handle))
         destination[prefix + "weight"] = whole
-        for name, values in self._handle.id_space.saved().items():
+        for name, values in self._handle.id_space.owners.saved().items():
             destination[prefix + OF_VOCABULARY + name] = values if used is not None else ShownRows(values)
         if self._handle.id_space.come_and_go and used is None and not keep_vars:
             destination[prefix + "weight"] = ShownRows(destination[prefix + "weight"])

@@ -72,15 +72,6 @@ class IdOwners(owned.IdOwners):
         """Return the rows here of lookups of any process that a gradient may come for."""
         return []
 
-    def gather(self) -> None:
-        """Let rank 0 know the state of the vocabularies of all processes, for state dicts until `release`. Collective."""
-
-    def release(self) -> None:
-        """Forget what `gather` has gathered."""
-
-    def tell_sizes(self) -> None:
-        """Tell the other processes how many rows this one has by now. Collective."""
-
     def saved(self) -> dict[str, Tensor]:
         """Return the state of the vocabulary, for a state dict."""
         return self.vocabulary.state_dict()

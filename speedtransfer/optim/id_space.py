@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speedtransfer.optim.merge import Part
 from speedtransfer.tables import Known
+from speedtransfer.vocabulary.owned import IdOwners
 
 
 class IdSpace:
@@ -29,6 +30,8 @@ class IdSpace:
     # What gives ids their rows; grows whenever one gets or loses a row.
     vocabulary: Any = None
     version: int = 0
+    # Who knows the rows of which ids; what a checkpoint has of them, and when, these say.
+    owners: Any = IdOwners()
 
     def find(self, ids: Any) -> Any:
         """Return the numbers of the rows of ids, in their shape, on any device; asked in each lookup unless ids are `by_row`.
@@ -140,20 +143,7 @@ class IdSpace:
     def forget_state(self) -> None:
         """Note that the rows are to lose the state of their optimizer."""
 
-    # --- saved state ------------------------------------------------------------------------------------------------------
-
-    def gather(self) -> None:
-        """Let rank 0 know the ids of all processes, for state dicts until `release`. Collective."""
-
-    def release(self) -> None:
-        """Forget what `gather` has gathered."""
-
-    def tell_sizes(self) -> None:
-        """Tell the other processes how many rows this one has by now. Collective."""
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return what a state dict has of the ids."""
-        return {}
+    # --- copies -----------------------------------------------------------------------------------------------------------
 
     def copy_to(self, handle: Any, memo: dict[int, Any]) -> None:
         """Give the handle of a copy of the rows ids like these."""

@@ -304,7 +304,10 @@ class VocabularyIds(IdSpace):
         with handle.rows.lock:
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)
-            self._check_load(plan, values)
+            # Before anything changes.
+            handle.table.check_writable()
+            if values is not None:
+                check_values(values, f"{self}: what is to be loaded")
             if len(self._with_state) and self.vocabulary.would_move(plan):
                 self._unsure.update(each for each in self._with_state if self._has_loose_state(each))
             with loading({handle.table: str(self)}, "load_state_dict") as changes:
@@ -321,13 +324,6 @@ class VocabularyIds(IdSpace):
         if self._were_loaded:
             self._with_state.add(optimizer)
 
-    def _check_load(self, plan: LoadPlan, values: Tensor | None) -> None:
-        """Raise unless the rows of a plan can be loaded, before anything changes."""
-        handle = self._of
-        handle.table.check_writable()
-        if values is not None:
-            check_values(values, f"{self}: what is to be loaded")
-
     def check_loaded_state(self, optimizer: Optimizer) -> None:  # noqa: D102
         if optimizer in self._unsure and self._has_loose_state(optimizer):
             raise OptimizerError(
@@ -342,19 +338,6 @@ class VocabularyIds(IdSpace):
         state = optimizer.state.get(handle.param)
         own = handle.state is not None and handle.state.optimizer() is optimizer
         return bool(state) and not (own and handle.state.has_taken(state))
-
-    def gather(self) -> None:  # noqa: D102
-        self.owners.gather()
-
-    def release(self) -> None:  # noqa: D102
-        self.owners.release()
-
-    def tell_sizes(self) -> None:  # noqa: D102
-        self.owners.tell_sizes()
-
-    def saved(self) -> dict[str, Tensor]:
-        """Return the state of the vocabulary; in rank 0, that of all processes if it was gathered."""
-        return self.owners.saved()
 
     # --- changes of the table ---------------------------------------------------------------------------------------------
 

@@ -66,6 +66,19 @@ class IdOwners:
         """Return the sum of the numbers of all processes."""
         return number
 
+    def gather(self) -> None:
+        """Let rank 0 know what all processes know of ids, for state dicts until `release`. Collective."""
+
+    def release(self) -> None:
+        """Forget what `gather` has gathered."""
+
+    def tell_sizes(self) -> None:
+        """Tell the other processes how many rows this one has by now. Collective."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a state dict has of the ids."""
+        return {}
+
 
 class Owner(Protocol):
     """What has the table that a vocabulary gives rows of: grows it, and says which rows are in use."""
