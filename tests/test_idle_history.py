@@ -57,17 +57,17 @@ def one_by_one(rule, steps, rows, last):
     return rows
 
 
-def record(rule, steps, dtype, now=0):
+def record(rule, steps, now=0):
     """Return what rows catch up by after these steps, the first of which is that after `now`."""
-    history = Replay(rule, now=now) if rule.coupled else History(rule, dtype, now=now)
+    history = Replay(rule, now=now) if rule.coupled else History(rule, now=now)
     for step in steps:
         history.record(step)
     return history
 
 
-def check(rule, steps, dtype, tolerance, seed=0):
+def check(rule, steps, tolerance, seed=0):
     """Catch up rows that were touched last at each step, with state of every size, and compare with `one_by_one`."""
-    history = record(rule, steps, dtype)
+    history = record(rule, steps)
     rng = np.random.default_rng(seed)
     sizes = np.concatenate([[0.0], np.logspace(-12, 1, 27)])
     last = np.arange(0, len(steps) + 1, max(1, len(steps) // 60))
@@ -76,7 +76,7 @@ def check(rule, steps, dtype, tolerance, seed=0):
     rows = {name: rng.standard_normal(shape) for name in ("weight", "m", "q")}
     rows |= {"m": rows["m"] * root, "v": root if rule.floor else root**2}
     used = ("weight", *rule.factors, rule.partner)
-    rows = {name: torch.tensor(rows[name].copy(), dtype=dtype) for name in used if name is not None}
+    rows = {name: torch.tensor(rows[name].copy(), dtype=rule.dtype) for name in used if name is not None}
     expected = one_by_one(rule, steps, {name: values.numpy() for name, values in rows.items()}, last)
     before = {name: values.double().abs() for name, values in rows.items()}
     history.catch_up(rows, torch.tensor(last, dtype=torch.int32)[:, None])
@@ -84,7 +84,7 @@ def check(rule, steps, dtype, tolerance, seed=0):
         ours, want = rows[name].double(), torch.tensor(values.astype(np.float64))
         # Of what was there and of what was added: either is rounded to the dtype.
         size = want.abs() + (before["weight"] + before.get("q", 0) if name in ("weight", "q") else 0)
-        wrong = (ours - want).abs() > tolerance * size + torch.finfo(dtype).tiny * 1e3
+        wrong = (ours - want).abs() > tolerance * size + torch.finfo(rule.dtype).tiny * 1e3
         line, column = wrong.nonzero()[0] if wrong.any() else (0, 0)
         assert not wrong.any(), (name, int(last[line]), sizes[column], ours[line, column], want[line, column])
 
@@ -133,7 +133,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_sums_of_terms(name, dtype):
     kind, steps = OTHERS[name]
-    check(kind(dtype), steps, dtype, 3 * TOLERANCE[dtype] if "many" in name else TOLERANCE[dtype])
+    check(kind(dtype), steps, 3 * TOLERANCE[dtype] if "many" in name else TOLERANCE[dtype])
 
 
 @settings(max_examples=25, deadline=None)
@@ -147,7 +147,7 @@ def test_whatever_the_hyperparameters(data):
         decay, betas = float(1 - lr * rng.choice([0.0, 0.1, 1.0])), tuple(map(float, rng.uniform(0, 0.99, 2)))
         factors = betas if jumps else (0.9, 0.999)
         steps.append(IdleStep(decay=decay, factors=factors, scale=lr, root=root, eps=float(eps)))
-    check(Sums(torch.float64), steps, torch.float64, 5e-12, seed)
+    check(Sums(torch.float64), steps, 5e-12, seed)
 
 
 # --- counts of steps on a device, and what a device gets ------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind, monkeypatch):
         copied = self._device_copies.setdefault((device, 0), DeviceCopy())
         return copied.tensors(device, self.table, self.blocks, self.count, self._final)
 
-    history, rng = History(kind(torch.float32), torch.float32), np.random.default_rng(0)
+    history, rng = History(kind(torch.float32)), np.random.default_rng(0)
     steps = adam_steps(2_000, 0.9, 0.999, decay=0.1) if kind is Sums else mixtures(2_000, 0.001, 0.99, 0.9)
     for number, step in enumerate(steps):
         history.record(step)
@@ -251,7 +251,7 @@ def test_what_a_device_gets_is_what_the_host_has(kind, monkeypatch):
 
 def check_lines(history, rule, steps):
     """Compare the lines of `steps` with those of a history that shares nothing."""
-    sums, index = sums_module.Sums(rule, rule.dtype), torch.arange(len(steps) + 1)
+    sums, index = sums_module.Sums(rule), torch.arange(len(steps) + 1)
     for step in steps:
         sums.take(step)
     assert history.length == len(steps)
@@ -267,7 +267,7 @@ def test_shared_sums_equal_those_of_one_history_alone(data):
     """
     kinds = adam_steps(3, 0.9, 0.99, decay=0.1)
     rules = [*[Sums(torch.float32)] * 3, Floors(torch.float32), Sums(torch.float64)]
-    histories = [History(rule, rule.dtype) for rule in rules]
+    histories = [History(rule) for rule in rules]
     steps = [[] for _ in histories]
     for _ in range(data.draw(st.integers(1, 12))):
         common = data.draw(st.sampled_from(kinds))
@@ -282,7 +282,7 @@ def test_shared_sums_equal_those_of_one_history_alone(data):
                 history.sweep()
                 steps[number] = []
             elif action == "drop":
-                histories[number], steps[number] = History(rules[number], rules[number].dtype), []
+                histories[number], steps[number] = History(rules[number]), []
             elif action == "read":
                 check_lines(history, rules[number], steps[number])
     for history, rule, own in zip(histories, rules, steps, strict=True):

@@ -60,7 +60,7 @@ def launch(rule, history, rows, last, unsure=None, shape=(2, 32)):
 
 def caught_up(rule, steps, rows, compiled):
     """Return a history, the last step of each row, and what these rows become by numba and by torch in the place of it."""
-    history, expected, by_torch = record(rule, steps, rows["weight"].dtype, 30), copied(rows), copied(rows)
+    history, expected, by_torch = record(rule, steps, 30), copied(rows), copied(rows)
     last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
     last[:3] = torch.tensor([[100], [30], [99]])
     history.catch_up(expected, last)
@@ -110,7 +110,7 @@ def test_missed_steps(case, dtype):
 def test_rows_that_exist_in_no_table(case):
     """They are zeros that were never touched, at the end of a batch that was padded."""
     rule, steps, rows = trained(case, torch.float32, 5, dim=4)
-    history = record(rule, steps, torch.float32, 9)
+    history = record(rule, steps, 9)
     rows = {name: torch.zeros(6, 4) for name in rows}
     for last in ([0] * 6, [-1, -(2**31), 8, 14, 15, 2**31 - 1]):
         found, steps_of_rows = copied(rows), torch.tensor(last, dtype=torch.int32)[:, None]
@@ -130,7 +130,7 @@ UNSURE = [case_named(name) for name in ("sgd-momentum-weight-decay", "adamw", "a
 def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case, made):
     dtype = torch.float32
     rule, steps, rows = trained(case, dtype, 40, dim=3)
-    before, after = record(rule, steps[:-1], dtype, 30), record(rule, steps, dtype, 30)
+    before, after = record(rule, steps[:-1], 30), record(rule, steps, 30)
     last = torch.randint(30, 70 + made, (50, 1), dtype=torch.int32)
     last[:2] = torch.tensor([[69], [69 + made]])
     expected, found = copied(rows), copied(rows)

@@ -12,7 +12,6 @@ from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Sums
 from speedtransfer.idle.unsure import Unsure
 
-_SOURCE = "catch_up.cu"
 _KINDS = {"adam": 0, "adamax": 1, "rmsprop": 2, "adadelta": 3, "adagrad": 4}
 
 
@@ -40,14 +39,6 @@ def pack_missed(
     )
 
 
-def take_missed(
-    rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor, base: int, unsure: Unsure | None = None
-) -> None:
-    """Let rows take the steps in `sums` that they have missed, and an unsure one after them."""
-    packed = pack_missed(rule, sums, rows, last, base, unsure)
-    launch_over(rows["weight"].numel(), _SOURCE, "take_missed", last.device, packed)
-
-
 def pack_replayed(
     kind: str,
     planes: Sequence[Tensor | None],
@@ -57,24 +48,7 @@ def pack_replayed(
     now: int,
     unsure: Unsure | None = None,
 ) -> np.ndarray:
-    """Return the argument of the kernel replay_steps; the others are those of `replay_steps`."""
-    pointers = [0 if plane is None else plane.data_ptr() for plane in (*planes, None, None)[:4]]
-    weight = planes[0]
-    assert weight is not None
-    steps = base, now, _KINDS[kind], VALUE_TYPES[weight.dtype], 0 if unsure is None else unsure.skipped.data_ptr()
-    return KernelArgument("13q").pack(*pointers, numbers.data_ptr(), last.data_ptr(), *weight.shape, *steps)
-
-
-def replay_steps(
-    kind: str,
-    planes: Sequence[Tensor | None],
-    numbers: Tensor,
-    last: Tensor,
-    base: int,
-    now: int,
-    unsure: Unsure | None = None,
-) -> None:
-    """Let rows take the steps after the step `last` of each, up to `now`, one by one.
+    """Return the argument of the kernel replay_steps, by which rows take the steps after the step `last` of each, up to `now`.
 
     Parameters
     ----------
@@ -90,6 +64,13 @@ def replay_steps(
     unsure : Unsure, optional
         The last of the steps.
     """
-    assert planes[0] is not None
-    packed = pack_replayed(kind, planes, numbers, last, base, now, unsure)
-    launch_over(planes[0].numel(), _SOURCE, "replay_steps", last.device, packed)
+    pointers = [0 if plane is None else plane.data_ptr() for plane in (*planes, None, None)[:4]]
+    weight = planes[0]
+    assert weight is not None
+    steps = base, now, _KINDS[kind], VALUE_TYPES[weight.dtype], 0 if unsure is None else unsure.skipped.data_ptr()
+    return KernelArgument("13q").pack(*pointers, numbers.data_ptr(), last.data_ptr(), *weight.shape, *steps)
+
+
+def launch(name: str, weight: Tensor, packed: np.ndarray) -> None:
+    """Launch a kernel over the values of `weight`, ``(n, dim)``."""
+    launch_over(weight.numel(), "catch_up.cu", name, weight.device, packed)

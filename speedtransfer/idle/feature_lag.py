@@ -33,7 +33,7 @@ class FeatureLag:
     def __bool__(self) -> bool:
         return any(self._lags)
 
-    def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor | None = None) -> Tensor:
+    def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor) -> Tensor:
         """Return what to write as the last step of the rows `ids`, as `Lag`."""
         last = torch.empty((count, 1), dtype=torch.int32, device=device)
         for number, at in self._by_feature(ids):
@@ -41,9 +41,8 @@ class FeatureLag:
             last[at] = self._lags[number].last_steps(len(at), device, made)
         return last
 
-    def _by_feature(self, ids: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+    def _by_feature(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield features with the places of their rows among `ids`."""
-        assert ids is not None
         numbers = self._feature_of(ids)
         for number in numbers.unique().tolist():
             yield number, (numbers == number).nonzero().flatten()
@@ -58,7 +57,7 @@ class FeatureLag:
         for lag in self._lags:
             lag.settle()
 
-    def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor | None = None) -> None:
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor) -> None:
         """Apply to `rows`, whose numbers are `ids`, the steps that each has missed, as `Lag`."""
         for number, at in self._by_feature(ids):
             if self._lags[number]:

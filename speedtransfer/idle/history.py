@@ -72,14 +72,12 @@ class History:
     Parameters
     ----------
     rule : Rule
-    dtype : torch.dtype
-        Of the weights: how good the sums must be.
     now : int
         Steps that every row has taken already.
     """
 
-    def __init__(self, rule: Rule, dtype: torch.dtype, now: int = 0) -> None:
-        self.rule, self._dtype = rule, dtype
+    def __init__(self, rule: Rule, now: int = 0) -> None:
+        self.rule = rule
         self.now = self.base = now  # no row was last touched before step `base`
         self._shared: _Shared | None = None
         # The first step that is remembered, if there is one.
@@ -104,7 +102,7 @@ class History:
     def sums(self) -> Sums:
         """The sums of the steps made."""
         if self._shared is None:
-            return Sums(self.rule, self._dtype)
+            return Sums(self.rule)
         with self._shared.lock:
             return self._shared.sums_of(self.length)
 
@@ -123,11 +121,11 @@ class History:
 
     def _begin(self, step: IdleStep) -> None:
         """Take in the first step, together with others whose first it is."""
-        key = type(self.rule), self.rule.denominator, self._dtype == torch.float64, step
+        key = type(self.rule), self.rule.denominator, self.rule.dtype == torch.float64, step
         with _begun_lock:
             shared = _begun.get(key)
             if shared is None or not shared.join(self):
-                shared = _Shared(Sums(self.rule, self._dtype))
+                shared = _Shared(Sums(self.rule))
                 shared.coming = step
                 shared.join(self)
                 # Last, when others can join it.
@@ -165,7 +163,7 @@ class History:
 
     def copy(self) -> History:
         """Return one that remembers the same steps, and takes in no more."""
-        made = History(self.rule, self._dtype, self.now)
+        made = History(self.rule, self.now)
         made.base, made._first = self.base, self._first
         if self._shared is not None:
             with self._shared.lock:

@@ -33,12 +33,10 @@ class Lag:
     ----------
     rule : Rule
         What a step does to rows with zero gradient.
-    dtype : torch.dtype
-        That the weights are computed with.
     """
 
-    def __init__(self, rule: Rule, dtype: Any) -> None:
-        self._rule, self._dtype = rule, dtype
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
         self._form = rule.taken
         self._history = self._new_history(0)
         # Of the table: more than it has is not remembered, as all rows are caught up at less cost.
@@ -57,14 +55,14 @@ class Lag:
 
     def anew(self) -> Lag:
         """Return one of its own for rows that have missed no step, and go on from now."""
-        made = Lag(copy.deepcopy(self._rule), self._dtype)
+        made = Lag(copy.deepcopy(self._rule))
         made._history = made._new_history(self.now)
         return made
 
     def copy(self) -> Lag:
         """Return one that knows the steps so far, and is told of no other."""
         self.settle()
-        made = Lag(copy.deepcopy(self._rule), self._dtype)
+        made = Lag(copy.deepcopy(self._rule))
         made._form, made._history = self._form, self._history.copy()
         return made
 
@@ -105,7 +103,7 @@ class Lag:
         return self._unsure
 
     def _new_history(self, now: int) -> History | Replay:
-        return Replay(self._rule, now) if self._rule.coupled else History(self._rule, self._dtype, now)
+        return Replay(self._rule, now) if self._rule.coupled else History(self._rule, now)
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor | None = None) -> None:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""

@@ -35,7 +35,8 @@ def take_missed_steps(
         A step after those in `sums`, where `is_done_on_cuda`.
     """
     if last.is_cuda and is_done_on_cuda(rule, rows, last):
-        cuda_catch_up.take_missed(rule, sums, rows, last, base, unsure)
+        packed = cuda_catch_up.pack_missed(rule, sums, rows, last, base, unsure)
+        cuda_catch_up.launch("take_missed", rows["weight"], packed)
         return
     if _take_compiled(rule, sums, rows, last, base):
         return
@@ -85,14 +86,14 @@ def _take_chunks(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor)
 def _check_kernel(device: torch.device) -> bool:
     rule = Rule(torch.float32)
     rule.factors, rule.denominator = ("m", "v"), "v"
-    sums = Sums(rule, torch.float32)
+    sums = Sums(rule)
     for t in range(1, 40):
         sums.take(IdleStep(0.99, (0.9, 0.99), scale=0.01 / (1 - 0.9**t), root=(1 - 0.99**t) ** -0.5, eps=1e-8))
     values = torch.linspace(-1, 1, 40 * 9, dtype=torch.float32, device=device).view(40, 9)
     rows = {"weight": values, "m": values.flip(0), "v": values.square() * 1e-14 ** values.abs()}
     found = {name: plane.clone() for name, plane in rows.items()}
     last = torch.arange(40, dtype=torch.int32, device=device)[:, None]
-    cuda_catch_up.take_missed(rule, sums, found, last, 0)
+    cuda_catch_up.launch("take_missed", values, cuda_catch_up.pack_missed(rule, sums, found, last, 0))
     rows = {name: plane.clone() for name, plane in rows.items()}
     _take_chunks(rule, sums, rows, last.flatten().long())
     return all(torch.allclose(plane, rows[name], rtol=1e-5, atol=1e-6) for name, plane in found.items())

@@ -94,11 +94,11 @@ def take_terms(
     weight, m, v, x : array
         ``(n, dim)`` float32: weights, numerator, the second plane of `Rule.factors`, denominator (maybe `v` itself).
     lines, blocks : array
-        `History.arrays`.
+        `Sums.table` and `Sums.blocks`.
     last : array
         ``(n, 1)`` int32: the step that touched each row last. Its line is that less `base`; `newest` has missed nothing.
     horizon : int
-        `History.horizon`.
+        `Sums.horizon`.
     floor : bool
         As `Rule.floor`; `eps` is then the least that `v` holds.
     """

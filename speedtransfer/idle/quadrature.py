@@ -26,7 +26,7 @@ NODES = 3
 SUMS = 2 * NODES + 2  # linear, mass, centers, spreads, valid from
 OWN = 6  # decay, B, R, least, most, nodes
 STEP = 6  # scale, root, eps, factors of numerator and root, decay
-BLOCK = 256  # lines whose products are made together, see `History`
+BLOCK = 256  # lines whose products are made together, see `Sums`
 
 SMALLEST_SLOPE = 1e-150
 SMALLEST_DECAY = 1e-100

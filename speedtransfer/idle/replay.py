@@ -138,7 +138,9 @@ class Replay:
         host = self._numbers if dtype == torch.float64 else self._numbers.astype(np.float32)
         numbers = send(numbers, last.device, host, sent, length)
         self._sent[key] = numbers, self.length  # an unsure step may be replaced by another
-        cuda_catch_up.replay_steps(self.kind, planes, numbers, last, self.base, self.base + length, unsure)
+        steps = self.base, self.base + length, unsure
+        packed = cuda_catch_up.pack_replayed(self.kind, planes, numbers, last, *steps)
+        cuda_catch_up.launch("replay_steps", rows["weight"], packed)
 
     def _catch_up_compiled(self, rows: dict[str, Tensor], names: tuple[str, ...], last: Tensor) -> bool:
         planes = [rows[name] for name in names]

@@ -116,6 +116,11 @@ class Scalars:
 class Rule:
     """What an optimizer does to idle rows.
 
+    Parameters
+    ----------
+    dtype : torch.dtype
+        That the weights are computed with.
+
     Attributes
     ----------
     factors : tuple of str

@@ -66,11 +66,10 @@ class Sums:
     Parameters
     ----------
     rule : Rule
-    dtype : torch.dtype
-        Of the weights: how good the sums must be.
+        Its dtype says how good they must be.
     """
 
-    def __init__(self, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, rule: Rule) -> None:
         self.count = 0  # of the steps that the lines hold
         self.eps = 0.0  # of the newest step
         self.horizon = 1
@@ -78,7 +77,7 @@ class Sums:
         self._has_sums = rule.denominator is not None
         # Which factor the denominator has; with amsgrad it is a maximum, which stays.
         self._root = rule.factors.index(rule.denominator) if rule.denominator in rule.factors else None
-        self._tolerance, largest = (1e-13, 1e300) if dtype == torch.float64 else (1e-7, 1e37)
+        self._tolerance, largest = (1e-13, 1e300) if rule.dtype == torch.float64 else (1e-7, 1e37)
         # From here on the ratio of largest to smallest x + e is one that three nodes are good for.
         rate = self._tolerance ** (1 / (2 * NODES))
         self._limits = np.array([((1 + rate) / (1 - rate)) ** 2, largest])

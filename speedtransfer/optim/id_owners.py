@@ -85,18 +85,10 @@ class RankIdOwners(IdOwners):
     def __init__(self, handle: Any, vocabulary: Vocabulary) -> None:
         super().__init__(handle, vocabulary)
         self._shards: Sharded = handle.owners
+        self._exchange: Exchange = handle.owners.exchange
+        self._partition: Interleaved = handle.owners.partition
         self._gathered: dict[str, Tensor] | None = None
-        self.processes, self.rank = self._shards.exchange.ranks, self._shards.exchange.rank
-
-    @property
-    def _exchange(self) -> Exchange:
-        return self._shards.exchange
-
-    @property
-    def _partition(self) -> Interleaved:
-        partition = self._shards.partition
-        assert isinstance(partition, Interleaved)
-        return partition
+        self.processes, self.rank = self._exchange.ranks, self._exchange.rank
 
     def to_whole(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers in the whole table of `rows` (n,) here, -1 for -1; reserved rows are those of rank 0."""

@@ -99,7 +99,7 @@ class RowState(StatePlanes):
             with_last_steps=rule is not None and bool(rule.factors) and rows.table.layout == "rows",
         )
         if rule is not None:
-            rows.enable_catch_up(Lag(rule, rows.dtype), handle)
+            rows.enable_catch_up(Lag(rule), handle)
 
     def drop(self) -> None:
         """Remove the planes and the views of them that the optimizer holds."""
