@@ -59,7 +59,7 @@ def one_by_one(rule, steps, rows, last):
 
 def record(rule, steps, now=0):
     """Return what rows catch up by after these steps, the first of which is that after `now`."""
-    history = Replay(rule, now=now) if rule.coupled else History(rule, now=now)
+    history = Replay(rule, now=now) if rule.taken.coupled else History(rule, now=now)
     for step in steps:
         history.record(step)
     return history

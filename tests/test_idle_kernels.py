@@ -71,7 +71,7 @@ def caught_up(rule, steps, rows, compiled):
 
 def step_by_step(rule, history, rows, last):
     """Return which rows have a value that goes step by step: on the CPU then all values of the row do."""
-    if rule.coupled or rule.denominator is None:
+    if rule.taken.coupled or rule.denominator is None:
         return np.zeros(len(last), dtype=bool)
     valid_from = history.sums.missed(last.flatten().long() - history.base, rows["weight"].dtype).valid_from
     x, m = rows[rule.denominator], rows[rule.factors[0]]
@@ -86,12 +86,12 @@ def test_missed_steps(case, dtype):
     if case in COUPLED:
         dim, compiled = {torch.float32: 65, torch.float64: 16}.get(dtype, 5), "replay.Replay._catch_up_compiled"
     rule, steps, rows = trained(case, dtype, 70, dim)
-    if case not in COUPLED and (rule.coupled or None in steps):
+    if case not in COUPLED and (rule.taken.coupled or None in steps):
         pytest.skip("no sums: see the coupled ones")
     history, last, expected, by_torch = caught_up(rule, steps, rows, compiled)
-    close = 10 * CLOSE[dtype] if rule.coupled else CLOSE[dtype]
-    torch.testing.assert_close(by_torch, expected, rtol=close * rule.coupled, atol=close * rule.coupled)
-    exact = dtype.itemsize >= 4 and (not rule.coupled or importlib.util.find_spec("numba") is not None)
+    close = 10 * CLOSE[dtype] if rule.taken.coupled else CLOSE[dtype]
+    torch.testing.assert_close(by_torch, expected, rtol=close * rule.taken.coupled, atol=close * rule.taken.coupled)
+    exact = dtype.itemsize >= 4 and (not rule.taken.coupled or importlib.util.find_spec("numba") is not None)
     same = ~step_by_step(rule, history, rows, last)
     for shape in LAUNCHES:
         found = copied(rows)

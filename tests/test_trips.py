@@ -31,7 +31,7 @@ def calls_of(function):
 
 
 @pytest.mark.parametrize(
-    ("idle", "ids", "most"), [("lazy", "rows", 88), ("exact", "rows", 125), ("lazy", "known", 180)]
+    ("idle", "ids", "most"), [("lazy", "rows", 88), ("exact", "rows", 122), ("lazy", "known", 180)]
 )
 def test_a_step(idle, ids, most):
     emb = st.Embedding(5000, 32, memory="pageable", idle=idle, vocabulary=st.Vocabulary() if ids == "known" else None)

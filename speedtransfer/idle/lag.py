@@ -103,7 +103,7 @@ class Lag:
         return self._unsure
 
     def _new_history(self, now: int) -> History | Replay:
-        return Replay(self._rule, now) if self._rule.coupled else History(self._rule, now)
+        return Replay(self._rule, now) if self._rule.taken.coupled else History(self._rule, now)
 
     def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor | None = None) -> None:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""

@@ -49,8 +49,9 @@ class Form(NamedTuple):
     Attributes
     ----------
     coupled : bool
+        Whether weight decay is added to the gradient, so that rows take the steps one after the other.
     denominator : str or None
-        As those of `Rule`.
+        As that of `Rule`.
     bounds : tuple of float or None
         Hyperparameters that bound state, which `IdleStep` does not tell. None: no state is bounded.
     """
@@ -133,8 +134,6 @@ class Rule:
         The denominator is x itself and never less than eps (Adamax), instead of ``root * sqrt(x) + eps``.
     replay : str or None
         The kind of step, of those in `replay`, that rows take one after the other where weight decay is coupled.
-    coupled : bool
-        Whether it is.
     taken : Form
         The form of the steps from now on.
     """
@@ -146,8 +145,7 @@ class Rule:
     replay: ClassVar[str | None] = None
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.coupled = False
+        self.dtype, self._rounded = dtype, functools.partial(rounded, dtype=dtype)
         self.taken = Form(False, self.denominator)
         self.scalars = Scalars()
         # How often a step changes the optimizer's count of steps; see `Lag.step_made`.
@@ -162,8 +160,7 @@ class Rule:
 
     def take_form(self, form: Form) -> None:
         """Let the steps from now on be of this form."""
-        self.taken = form
-        self.coupled, self.denominator = form.coupled, form.denominator
+        self.taken, self.denominator = form, form.denominator
 
     def bound(self, rows: dict[str, Tensor], first: IdleStep) -> None:
         """Bound the state of rows, by plane, in place, as the missed steps do that they are about to take.
@@ -185,8 +182,8 @@ class Rule:
         raise NotImplementedError(f"{type(self).__name__} has no steps that are taken one by one")
 
     def made(self, group: dict[str, Any], state: dict[str, Any], before: Any) -> IdleStep | Numbers | None:
-        """Return the step just made, for `History.record` or, where `coupled`, `Replay.record`; None: idle rows stay."""
-        if self.coupled:
+        """Return the step just made, for `History.record` or, where coupled, `Replay.record`; None: idle rows stay."""
+        if self.taken.coupled:
             return self.numbers(group, state)
         step = self.step(group, state, before)
         return None if step.is_nothing else step
@@ -205,9 +202,6 @@ class Rule:
         Writes through ``.data`` and by CUDA graphs leave no trace in the version of a tensor.
         """
         return [float(group.get(name, 0.0)) for name in names]
-
-    def _rounded(self, value: float) -> float:
-        return rounded(value, self.dtype)
 
 
 # Most steps ask for the same few numbers, once for each table.

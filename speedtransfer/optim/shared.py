@@ -10,14 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import Part, added, keep, unpadded
 from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked, Lookup, ShardLookups
-from speedtransfer.ranks import Exchange, Partition, Segment
+from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.rows import OwnRows, Rows
 
 
@@ -52,10 +51,8 @@ class SharedOwners(Sharded):
     is_shared = True
     lookups_kind = SharedLookups
 
-    def __init__(
-        self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(handle, exchange, partition, comm_dtype)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         # Parts of the gradient of this process since the last exchange; whether there was an exchange since the last step.
         self._parts: list[Part] = []
         self._has_met = False
