@@ -238,12 +238,8 @@ class Features:
         if not step.made:
             step.made[:] = [optimizer.state.get(lent.param) for lent in step.lent]
         self._give_up(handle, optimizer)
-        active, kept, loaded, whole = (
-            handle.pending.active,
-            dict(step.kept),
-            leaves(step.state or {}),
-            dict[str, Tensor](),
-        )
+        active, kept = handle.pending.active, dict(step.kept)
+        loaded, whole = leaves(step.state or {}), dict[str, Tensor]()
 
         def rows_of(name: str) -> Tensor:
             if name not in whole:

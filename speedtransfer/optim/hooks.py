@@ -245,11 +245,11 @@ def _check_alone(optimizer: Optimizer, handle: Handle) -> None:
             other = find_handle(param)
             if other is handle or not param.requires_grad or (other is None and type(param) is not nn.Parameter):
                 continue
-            if (
-                overlap(param, handle.table.stored("weight"))
-                if other is None
-                else have_same_rows(handle.table, other.table)
-            ):
+            if other is None:
+                is_same = overlap(param, handle.table.stored("weight"))
+            else:
+                is_same = have_same_rows(handle.table, other.table)
+            if is_same:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} has a parameter of shape {tuple(param.shape)} in the memory of {handle}, and "
                     "the step of the one would overwrite that of the other; share the parameter itself (head.weight = "

@@ -129,11 +129,8 @@ class Sharded(Owners):
 
     def _codec(self) -> Codec | None:
         """Return what gradients are encoded by, or None."""
-        return (
-            None
-            if self.comm_dtype is None
-            else codec_for(self.handle.table.dim, self.handle.rows.dtype, self.comm_dtype)
-        )
+        handle, comm_dtype = self.handle, self.comm_dtype
+        return None if comm_dtype is None else codec_for(handle.table.dim, handle.rows.dtype, comm_dtype)
 
     def _encoded(self, values: Tensor, number: int) -> dict[str, Tensor]:
         """Encode gradients as `comm_dtype`, rounded stochastically: their mean over steps is that of the gradients."""

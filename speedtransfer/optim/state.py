@@ -332,11 +332,9 @@ class RowState(StatePlanes):
     def planes_in_use(self, state: dict[str, Any]) -> dict[str, str] | None:
         """Return the plane of each entry by name if the optimizer's `state` is that of these planes; None before a step."""
         stored = self.stored(state)
-        return (
-            None
-            if self._fresh or stored.keys() != self._views.keys()
-            else {n: plane for n, (plane, _) in stored.items()}
-        )
+        if self._fresh or stored.keys() != self._views.keys():
+            return None
+        return {name: plane for name, (plane, _) in stored.items()}
 
     def recover(self, optimizer: Optimizer, interrupted: bool) -> None:
         """Restore the optimizer's state after a step that failed.

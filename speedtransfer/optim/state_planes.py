@@ -166,15 +166,12 @@ class StatePlanes:
         }
         placement, fresh = self.rows.placement, self._handle().id_space.fresh_rows()
         for name, value in loaded.items():
-            if (
-                value.shape
-                and value.shape[0] in self.rows.grown_from
-                and value.shape[1:] == self._views[name].shape[1:]
-            ):
+            tail = self._views[name].shape[1:]
+            if value.shape and value.shape[0] in self.rows.grown_from and value.shape[1:] == tail:
                 # Of before the table got more rows, which begin anew.
                 loaded[name] = self._longer(name, value)
                 continue
-            check_shape(name, value, (self.rows.num_loadable, *self._views[name].shape[1:]))
+            check_shape(name, value, (self.rows.num_loadable, *tail))
         if loaded or (foreign and not self._fresh):
             # With the state that is about to be replaced.
             self.rows.catch_up()

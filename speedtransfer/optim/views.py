@@ -109,11 +109,9 @@ class Views:
     def refuse_node(self) -> NoReturn:
         """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
         handle = self._handle()
-        reason = (
-            "several processes train it"
-            if not handle.owners.is_alone
-            else f"its rows are those of {handle.id_space.kind}"
-        )
+        reason = "several processes train it"
+        if handle.owners.is_alone:
+            reason = f"its rows are those of {handle.id_space.kind}"
         raise InvalidValueError(
             f"{handle} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
             "torch.autograd.Function, a forward before it got its table), but its gradient is not known there, as "
@@ -158,16 +156,13 @@ class Views:
         Active rows that are not among them need not be read again.
         """
         handle = self._handle()
+        pending = handle.pending
         with handle.rows.lock:
             self.exposed_rows.append(ids)
             if len(self.exposed_rows) > 16:
                 self.exposed_rows, self.exposed = [], True
-            if (
-                handle.pending.ids is not None
-                and handle.pending.version == version
-                and not handle.pending.is_active(ids)
-            ):
-                handle.pending.version = handle.table.version
+            if pending.ids is not None and pending.version == version and not pending.is_active(ids):
+                pending.version = handle.table.version
 
     def whole_in_graph(self) -> Tensor:
         """Return all rows, ``(num_rows, dim)``, as what a graph made of the weight; backward deposits the gradient of all."""

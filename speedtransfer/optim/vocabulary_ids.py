@@ -113,40 +113,37 @@ class VocabularyIds(IdSpace):
 
     def rows_in_use(self) -> np.ndarray | None:
         """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
-        handle = self._of
+        pending = self._of.pending
         used: list[Any] = [(ids, known) for rows, ids, known in self._held.values() if rows() is not None]
-        if any(ids is None for ids, _ in used) or (handle.pending.used_whole and handle.pending.grad is not None):
+        if any(ids is None for ids, _ in used) or (pending.used_whole and pending.grad is not None):
             return None
         used += [(rows, NOTHING) for rows in self.owners.rows_asked()]
-        used += [(ids, known) for parts in handle.pending.arriving.values() for ids, _, known in parts]
+        used += [(ids, known) for parts in pending.arriving.values() for ids, _, known in parts]
         # One that zero_grad(set_to_none=False) has made zero is that of no batch.
-        if handle.pending.ids is not None and not handle.pending.is_cleared():
-            used.append((handle.pending.ids, handle.pending.known))
+        if pending.ids is not None and not pending.is_cleared():
+            used.append((pending.ids, pending.known))
         parts = [self._on_host(*each) for each in used]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def rows_released(self, rows: np.ndarray) -> None:
         """Leave `rows` (n,), which no id has any more, out of a gradient that is zero."""
-        handle = self._of
-        if handle.pending.ids is None or handle.pending.grad is None or handle.pending.assigned is not None:
+        pending = self._of.pending
+        if pending.ids is None or pending.grad is None or pending.assigned is not None:
             return
-        if not np.isin(self._on_host(handle.pending.ids, handle.pending.known), rows).any():
+        if not np.isin(self._on_host(pending.ids, pending.known), rows).any():
             return
-        ids = handle.pending.ids.cpu().numpy()
-        stay = torch.from_numpy(~np.isin(ids, rows) & (ids < handle.table.num_rows)).to(handle.pending.ids.device)
+        ids = pending.ids.cpu().numpy()
+        stay = torch.from_numpy(~np.isin(ids, rows) & (ids < self._of.table.num_rows)).to(pending.ids.device)
         if not bool(stay.all()):
-            handle.pending.set_gradient(handle.pending.ids[stay], handle.pending.grad[stay])
+            pending.set_gradient(pending.ids[stay], pending.grad[stay])
             # It is still one that the next backward replaces.
-            handle.pending.grad_version = -1
+            pending.grad_version = -1
 
     def rows_changed(self, rows: np.ndarray) -> None:
         """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
-        handle = self._of
-        if (
-            handle.pending.ids is not None
-            and np.isin(self._on_host(handle.pending.ids, handle.pending.known), rows).any()
-        ):
-            handle.pending.clear()
+        pending = self._of.pending
+        if pending.ids is not None and np.isin(self._on_host(pending.ids, pending.known), rows).any():
+            pending.clear()
 
     # --- lookups ----------------------------------------------------------------------------------------------------------
 
