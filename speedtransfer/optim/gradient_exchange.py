@@ -19,7 +19,7 @@ from torch import Tensor
 
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim.owners import Owners, all_owners
-from speedtransfer.ranks import DifferenceError, Exchange, Segment, from_words
+from speedtransfer.ranks import DifferenceError, Exchange, from_words
 
 # Threads run backward one after the other: messages of two exchanges at once would be mixed up.
 backward_lock = fork_safe_lock()
@@ -127,23 +127,17 @@ def _announced(exchange: Exchange, several: list[Owners], point: str) -> list[li
 
 
 def _exchange(exchange: Exchange, several: list[Owners], numbers: list[list[int]], point: str) -> None:
-    requests = [owners.requests(told) for owners, told in zip(several, numbers, strict=True)]
-    if any(requests):
-        counts = iter(exchange.agree(point, torch.stack([n for some in requests for n in some], 1)).T.tolist())
-        ids = [r.send_ids([next(counts) for _ in some]) for r, some in zip(several, requests, strict=True)]
-        for owners, parts in _moved(exchange, "ids", several, ids):
-            owners.receive_ids(parts)
-    told_by = dict(zip(several, numbers, strict=True))
-    segments = [owners.send(told_by[owners]) for owners in several]
-    for owners, parts in _moved(exchange, "gradients", several, segments):
-        owners.receive(told_by[owners], parts)
-
-
-def _moved(
-    exchange: Exchange, kind: str, several: list[Owners], segments: list[list[Segment]]
-) -> list[tuple[Owners, list[Tensor]]]:
-    received = iter(exchange.move(kind, [segment for some in segments for segment in some]))
-    return [(owners, [next(received) for _ in some]) for owners, some in zip(several, segments, strict=True)]
+    asked = [(owners, owners.ask(told)) for owners, told in zip(several, numbers, strict=True)]
+    asking = {owners: counts for owners, counts in asked if counts is not None}
+    if asking:
+        counts = exchange.agree(point, torch.stack(list(asking.values()), 1)).T.tolist()
+        ids = [owners.send_ids(come) for owners, come in zip(asking, counts, strict=True)]
+        for owners, received in zip(asking, exchange.move("ids", ids), strict=True):
+            owners.receive_ids(received)
+    segments = [owners.send(told) for owners, told in zip(several, numbers, strict=True)]
+    parts = iter(exchange.move("gradients", [segment for some in segments for segment in some]))
+    for owners, told, sent in zip(several, numbers, segments, strict=True):
+        owners.receive(told, [next(parts) for _ in sent])
 
 
 def described(handle: Any) -> str:

@@ -96,16 +96,16 @@ class Owners:
         """Return numbers, as many in each process, that tell the others as one (`from_words`) what this process has."""
         return [0]
 
-    def requests(self, numbers: Sequence[int]) -> list[Tensor]:
-        """Return how many ids go to each rank, ``(ranks,)``, for each list of ids that has to be sent before gradients."""
-        return []
+    def ask(self, numbers: Sequence[int]) -> Tensor | None:
+        """Return how many ids are sent to each rank before gradients are, ``(ranks,)``; None, in all processes: none are."""
+        return None
 
-    def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:
+    def send_ids(self, counts: list[int]) -> Segment:
         """Return those ids; `counts` of them come from each rank."""
-        return []
+        raise NotImplementedError
 
-    def receive_ids(self, received: Sequence[Tensor]) -> None:
-        """Take the ids that others have sent."""
+    def receive_ids(self, ids: Tensor) -> None:
+        """Take the ids, ``(n, 1)``, that others have sent."""
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:
         """Return the gradients to send, where the ranks have announced `numbers`."""

@@ -82,26 +82,22 @@ class SharedOwners(Sharded):
         self._has_met = True
         return [int(bool(self._parts))]
 
-    def requests(self, numbers: Sequence[int]) -> list[Tensor]:  # noqa: D102
+    def ask(self, numbers: Sequence[int]) -> Tensor | None:  # noqa: D102
         self.lookups.clear()
         if not any(numbers):
-            return []
+            return None
         num_rows = self.handle.table.num_rows
         ids, grad, _ = added(num_rows, self._parts, False) if self._parts else self.no_gradient()
         self._asked, self._order, self._sends = self.lookups.by_owner(ids)
         self._left = {self.lookups.count + 1: grad}
-        return [self._sends]
+        return self._sends
 
-    def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:  # noqa: D102
-        if not counts:
-            return []
-        self._receives = list(counts[0])
-        return [Segment(self._asked.unsqueeze(1), self._sends.tolist(), self._receives)]
+    def send_ids(self, counts: list[int]) -> Segment:  # noqa: D102
+        self._receives = counts
+        return Segment(self._asked.unsqueeze(1), self._sends.tolist(), counts)
 
-    def receive_ids(self, received: Sequence[Tensor]) -> None:  # noqa: D102
-        if not received:
-            return
-        route = self.lookups.routed(self._order, self._sends.tolist(), self._receives, received[0][:, 0])
+    def receive_ids(self, ids: Tensor) -> None:  # noqa: D102
+        route = self.lookups.routed(self._order, self._sends.tolist(), self._receives, ids[:, 0])
         self.lookups.remember(route, None)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
