@@ -152,14 +152,11 @@ class Sharded(Owners):
             got = {name: next(parts) for name in names}
             grads = got[""] if codec is None else decode_rows(codec, got)
             kept, total = _summed(lookup.route, has, grads, self.is_adaptive)
-            read, owned = lookup.read, lookup.route.owned
+            read, owned = dict(lookup.read or {}), lookup.route.owned
             lookup.is_open = False
             if len(kept) < len(owned):
-                owned = owned[kept]
-                read = None if read is None else {name: values[kept] for name, values in read.items()}
-            rest = {} if read is None else {name: values for name, values in read.items() if name != "weight"}
-            rows = None if read is None else read["weight"]
-            found.append((owned, total, NOTHING, rows, -1 if read is None else lookup.version, rest))
+                owned, read = owned[kept], {name: values[kept] for name, values in read.items()}
+            found.append((owned, total, NOTHING, read.pop("weight", None), lookup.version, read))
             # The step updates these rows where they are.
             lookup.read = None
         table = handle.table

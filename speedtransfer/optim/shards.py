@@ -165,9 +165,8 @@ class ShardLookups:
         if not (rows.plain or rows.lag or renormalize):
             fetched = rows.fetch(owned, ("weight",)) if ahead is None else ahead.stored(rows)
             fetched = {name: part for name, part in fetched.items() if name.partition(".")[0] == "weight"}
-            return rows.finish(dict(fetched), owned), {
-                name.removeprefix("weight"): part for name, part in fetched.items()
-            }
+            parts = {name.removeprefix("weight"): part for name, part in fetched.items()}
+            return rows.finish(dict(fetched), owned), parts
         if renormalize is not None:
             rows.catch_up(owned)
         read = rows.read(owned) if ahead is None else ahead.rows(rows)
