@@ -13,7 +13,9 @@ from speedtransfer.eager import uncompiled, unseen
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
+from speedtransfer.optim.assignment import check_of_no_other
 from speedtransfer.optim.graph import KEY, listen
+from speedtransfer.optim.handle import all_handles
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.row_parts import place_of, slice_of
 from speedtransfer.optim.views import outside_of_transforms
@@ -213,7 +215,7 @@ class FeatureView:
         self.of.step.recover()
         own = self.of.table.stored("weight")[self.start : self.stop]
         if values.is_meta or values.data_ptr() != own.data_ptr():
-            self.of.check_part(self, values)
+            check_of_no_other(values, self, all_handles())
         self.store(values)
 
     def track_alias(self, alias: Tensor) -> Tensor:

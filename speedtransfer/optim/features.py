@@ -211,7 +211,7 @@ class Features:
             at = (numbers == number).nonzero().flatten()
             lent = nn.Parameter(pending.active[at], requires_grad=param.requires_grad)
             grad = pending.grad[at]
-            lent.grad = sparse_gradient(grad, None, len(at)) if handle.state.sparse else grad
+            lent.grad = sparse_gradient(grad) if handle.state.sparse else grad
             step.lent.append(_Lent(name, at, lent, lent._version))
             if name in kept:
                 own = cloned(kept[name])

@@ -41,7 +41,7 @@ from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.anchor import Anchor
-from speedtransfer.optim.assignment import assign_rows, check_of_no_other
+from speedtransfer.optim.assignment import assign_rows
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.graph import KEY, as_tensor, listen
 from speedtransfer.optim.id_space import IdSpace
@@ -336,10 +336,6 @@ class Handle:
         """Set all rows, or have others, as `assign_rows`."""
         assign_rows(self, values, _handles)
 
-    def check_part(self, part: Any, values: Tensor) -> None:
-        """Raise if `values`, which a `part` of the rows is assigned, are the memory of rows."""
-        check_of_no_other(values, part, _handles)
-
     def whole_in_graph(self) -> Tensor:
         """Return all rows for a graph, as `Views.whole_in_graph`."""
         return self.views.whole_in_graph()
@@ -413,10 +409,9 @@ class Handle:
         self.table.to(device)
         if self.table.memory == "device" and self.state is not None:
             self.state.follow_move()
-        if self.pending.ids is not None and self.pending.grad is not None:
-            self.pending.set_gradient(
-                self.pending.ids.to(self.table.device), self.pending.grad.to(self.table.device), self.pending.known
-            )
+        pending, device = self.pending, self.table.device
+        if pending.ids is not None and pending.grad is not None:
+            pending.set_gradient(pending.ids.to(device), pending.grad.to(device), pending.known)
         self.reset_param()
 
     def replace(self, rows: Rows, reason: str) -> None:

@@ -180,13 +180,13 @@ def _after_save(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         copied |= {
             name: value.contiguous()
             for name, value in (found | copied).items()
-            if isinstance(value, Tensor) and not value.is_contiguous() and 0 not in value.stride()
+            if not value.is_contiguous() and 0 not in value.stride()
         }
         if copied:
             state_dict["state"][key] = entry = cloned(entry, tensors=False)
             put(entry, copied)
+        found |= copied
         # Without rows, or one value expanded, which a dense optimizer could not write to; or of before the table grew.
-        found = {name: value for name, value in leaves(entry).items() if name not in streamed}
         empty = {name for name, value in found.items() if value.dim() and (not len(value) or 0 in value.stride())}
         if handle.has_grown and (own is None or own.optimizer() is not optimizer):
             empty |= {name for name, value in found.items() if value.dim() and len(value) in handle.rows.grown_from}
