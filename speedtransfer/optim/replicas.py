@@ -85,25 +85,25 @@ class Replicas(Owners):
         self._left, self._whole, self._local = [], False, None
 
     def announce(self) -> list[int]:  # noqa: D102
-        if not self._left and not (self.passed and self.has_local_gradient):
-            return to_words(0, _WORDS)
-        handle, whole, count, rows = self.handle, self._whole, 0, 0
+        handle, whole, count, rows, local = self.handle, self._whole, 0, 0, self.has_local_gradient
+        # Else what was accumulated goes along if another process brings something.
+        brings = bool(self._left) or (self.passed and local)
         if self._left:
             self._left = [added(handle.table.num_rows, self._left, False)]
             rows = len(self._left[0][0])
-        if self.has_local_gradient:
+        if local and (brings or not handle.pending.is_cleared()):
             self._local = handle.pending.part()
             whole, count = whole or handle.pending.used_whole, len(self._local[0])
-            if handle.features is not None:
+            if brings and handle.features is not None:
                 handle.features.left |= handle.features.touched
-        return to_words(count << _COUNT | rows << 2 | int(whole) << 1 | 1, _WORDS)
+        return to_words(count << _COUNT | rows << 2 | int(whole) << 1 | brings, _WORDS)
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
         # `announce` has added them.
         left, local = self._left[0] if self._left else None, self._local
         self.forget()
-        if not any(numbers):
+        if not any(number & 1 for number in numbers):
             # Of another loss: that of this forward may come.
             return
         self.holds = self.passed = False
@@ -113,6 +113,9 @@ class Replicas(Owners):
         if any(before):
             # Hooks of the parameter have seen it.
             found.insert(0, (self._mean(local, before), True))
+            if self.handle.features is not None:
+                # Those of a process that has brought nothing else were not announced.
+                self.handle.features.touched |= self.handle.features.mask_of(found[0][0][0])
         if self.has_local_gradient:
             pending.begin_anew()
         for (ids, mean), hooked in found:
