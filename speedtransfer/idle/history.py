@@ -136,17 +136,13 @@ class History:
         bounded = self.rule.taken.bounds is not None
         return (self._first is not None or not bounded) and is_done_on_cuda(self.rule, rows, last)
 
-    def is_apart(self, plane: str) -> bool:
-        """Tell whether `catch_up` takes a plane without the others."""
-        return plane != "weight" and self.rule.partner is None and self.rule.taken.bounds is None
-
     def catch_up(self, rows: dict[str, Tensor], last: Tensor, unsure: Unsure | None = None) -> None:
         """Let rows take the steps that they have missed.
 
         Parameters
         ----------
         rows : dict of str to Tensor
-            ``weight`` and the state planes, or one that `is_apart`, ``(n, dim)`` each, changed in place.
+            ``weight`` and the state planes, or one of `Lag.is_apart`, ``(n, dim)`` each, changed in place.
         last : Tensor
             ``(n, 1)`` int32: the step that touched each row last.
         unsure : Unsure, optional

@@ -119,7 +119,8 @@ class Lag:
 
     def is_apart(self, plane: str) -> bool:
         """Tell whether `catch_up` takes a plane without the others."""
-        return self._history.is_apart(plane)
+        form = self._rule.taken
+        return plane != "weight" and not form.coupled and self._rule.partner is None and form.bounds is None
 
     def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
         """Note what matters of the `state` before a step with the hyperparameters `group`.

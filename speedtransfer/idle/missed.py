@@ -28,7 +28,7 @@ def take_missed_steps(
     sums : Sums
         Of the steps after step number `base`.
     rows : dict of str to Tensor
-        ``weight`` and the state planes, or one of `History.is_apart`, ``(n, dim)`` each, changed in place.
+        ``weight`` and the state planes, or one of `Lag.is_apart`, ``(n, dim)`` each, changed in place.
     last : Tensor
         ``(n, 1)`` int32: the step that touched each row last.
     unsure : Unsure, optional

@@ -98,10 +98,6 @@ class Replay:
         suitable = last.is_cuda and cuda_catch_up.are_suitable([rows[name] for name in self._names(rows)])
         return suitable and is_trusted("rows that replay steps", device, lambda: _check_kernel(device))
 
-    def is_apart(self, plane: str) -> bool:
-        """Tell whether `catch_up` takes a plane without the others: a step takes all."""
-        return False
-
     def _names(self, rows: dict[str, Tensor]) -> tuple[str, ...]:
         return "weight", *(name for name in self._planes if name in rows)
 
