@@ -13,7 +13,7 @@ from optimizer_cases import ALL
 from speedtransfer.idle import History, IdleStep, Replay, Rule, rule_for
 from speedtransfer.idle import sums as sums_module
 from speedtransfer.idle.device_copy import DeviceCopy
-from speedtransfer.idle.rule import Scalars
+from speedtransfer.idle.rule import Form, Scalars
 
 TENSORS = sums_module.Sums.tensors
 
@@ -67,13 +67,13 @@ def record(rule, steps, now=0):
 
 def check(rule, steps, tolerance, seed=0):
     """Catch up rows that were touched last at each step, with state of every size, and compare with `one_by_one`."""
-    history = record(rule, steps)
+    history = record(live := copy.deepcopy(rule), steps).copy()
+    live.take_form(Form(False, None))  # of further steps, which a copy is not told of
     rng = np.random.default_rng(seed)
     sizes = np.concatenate([[0.0], np.logspace(-12, 1, 27)])
     last = np.arange(0, len(steps) + 1, max(1, len(steps) // 60))
-    shape = len(last), len(sizes)
-    root = np.broadcast_to(sizes, shape)
-    rows = {name: rng.standard_normal(shape) for name in ("weight", "m", "q")}
+    root = np.tile(sizes, (len(last), 1))
+    rows = {name: rng.standard_normal(root.shape) for name in ("weight", "m", "q")}
     rows |= {"m": rows["m"] * root, "v": root if rule.floor else root**2}
     used = ("weight", *rule.factors, rule.partner)
     rows = {name: torch.tensor(rows[name].copy(), dtype=rule.dtype) for name in used if name is not None}

@@ -6,6 +6,7 @@ is read after a step computes; one that makes another step, or misses one, goes 
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -159,7 +160,8 @@ class History:
 
     def copy(self) -> History:
         """Return one that remembers the same steps, and takes in no more."""
-        made = History(self.rule, self.now)
+        # The form of further steps may be another.
+        made = History(copy.deepcopy(self.rule), self.now)
         made.base, made._first = self.base, self._first
         if self._shared is not None:
             with self._shared.lock:
