@@ -150,7 +150,9 @@ def test_the_gradients_of_features_are_converted_with_the_weight():
 
 
 def test_features_that_have_stepped_together_go_apart():
-    check(case_named("nadam").make, multi(), modules(), begin=2)
+    check(case_named("nadam").make, ours := multi(), modules(), begin=2)
+    # What is remembered of steps takes no more memory than the table.
+    assert sum(lag.table_bytes for lag in ours._handle.rows.lag._lags) <= ours.table.nbytes
 
 
 def test_a_gradient_made_dense_is_of_the_features_written_to():
@@ -219,10 +221,8 @@ class KeepsParameters(torch.optim.Optimizer):
 def test_an_optimizer_that_goes_by_parameters_of_its_own():
     ours = multi(idle="lazy")
     opt = KeepsParameters(ours.parameters())
-    loss_of(ours, 3, (0, 1, 2, 3)).backward()
-    opt.step()
+    take_step(opt, loss_of(ours, 3, (0, 1, 2, 3)))
     before = rows_of(ours)
-    opt.zero_grad()
     loss_of(ours, 4, (1,)).backward()
     with pytest.raises(OptimizerError, match=r"KeepsParameters keeps weight outside of its param_groups \(in \.kept\)"):
         opt.step()

@@ -27,11 +27,22 @@ class FeatureLag:
     def __init__(self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor]) -> None:
         self._names, self._feature_of = names, feature_of
         self._lags = [lag.anew() for _ in names]
+        self.table_bytes = lag.table_bytes
         # Those that take part in the running step.
         self.stepping: Sequence[int] = ()
 
     def __bool__(self) -> bool:
         return any(self._lags)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the table, as `Lag`: steps of a feature take no more than its share."""
+        return sum(lag.table_bytes for lag in self._lags)
+
+    @table_bytes.setter
+    def table_bytes(self, num_bytes: int) -> None:
+        for lag in self._lags:
+            lag.table_bytes = num_bytes // len(self._lags)
 
     def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor) -> Tensor:
         """Return what to write as the last step of the rows `ids`, as `Lag`."""
