@@ -592,13 +592,13 @@ def test_a_state_dict_that_is_no_copy_loads_into_its_own_module(way):
     assert all(torch.equal(value, run.by_id()[name]) for name, value in other.by_id().items())
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:TypedStorage is deprecated")
 def test_a_distributed_checkpoint(tmp_path):
     modules = [st.Embedding(5, 2, vocabulary=st.Vocabulary(seed=1, admit=2, evict="lfu")) for _ in range(2)]
     take_step(torch.optim.AdamW(modules[0].parameters()), modules[0](torch.tensor([7, 7, -1])).sum())
-    dcp.save(get_model_state_dict(modules[0]), checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(get_model_state_dict(modules[0]), checkpoint_id=tmp_path)
     found = copy.deepcopy(get_model_state_dict(modules[1]))
-    dcp.load(found, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(found, checkpoint_id=tmp_path)
     set_model_state_dict(modules[1], found)
     for one, other in zip(modules[0].vocabulary.export(), modules[1].vocabulary.export(), strict=True):
         assert torch.equal(one, other)
