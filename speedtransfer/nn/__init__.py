@@ -14,7 +14,7 @@ from speedtransfer.nn.replace import replace_embeddings
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.table_summary import Summary, TableSummary, summary
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.nn.tracing import in_transform
 
 __all__ = [
     "ActiveRows",

@@ -156,7 +156,7 @@ def activate(
 
 
 def rows_for_lookup(handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> tuple[Any, int | None]:
-    """Return the rows, for a lookup, of ids that are no row numbers, and that of padding; of others the arguments.
+    """Return the rows of ids for a lookup, and that of padding.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def rows_for_lookup(handle: Handle, ids: Any, padding_idx: int | None, training:
         An id has no row. The processes that share the rows out are told.
     """
     if handle.id_space.by_row:
-        return ids, padding_idx
+        return known_again(handle, ids) if isinstance(ids, FoundRows) else ids, padding_idx
     try:
         rows, padding_idx = to_row_numbers(handle, ids, padding_idx)
     except Exception:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.nn.bag_modules import Given
-from speedtransfer.nn.containers import about, why_apart
+from speedtransfer.nn.containers import why_apart
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.options import TableOptions
@@ -124,10 +124,6 @@ class Collection:
             self._made[name]._rows().weight(table.weight)
         setattr(self.module, self.attribute, self._made)
         self.module.__class__ = _class_of(type(self.module))
-
-    def about(self) -> str:
-        """Say what its table is of."""
-        return about(self.tables)
 
 
 def is_collection(module: nn.Module) -> bool:

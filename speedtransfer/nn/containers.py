@@ -51,10 +51,6 @@ class Container:
         parent, _, attribute = name.rpartition(".")
         model.get_submodule(parent)._modules[attribute] = made
 
-    def about(self) -> str:
-        """Say what its table is of."""
-        return about(self.tables)
-
 
 def is_container(module: nn.Module) -> bool:
     """Tell whether `module` is a list or dict of embeddings of torch, and of nothing else."""

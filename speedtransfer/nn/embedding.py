@@ -18,8 +18,8 @@ from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
-from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
 # This class may be put in its place.

@@ -80,7 +80,7 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             state["_parameters"] = {}
         vars(made).update(copy.deepcopy(state, memo))
         if isinstance(module, Feature):
-            owner, weight = module.handle(), module.weight
+            owner, weight = module._handle, module.weight
             rows = _rows(owner, places[owner], module.start, module.stop) if owner else weight.detach().clone()
             made.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
     result: nn.Module = copy.deepcopy(model, memo)

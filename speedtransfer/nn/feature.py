@@ -21,12 +21,11 @@ from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
 from speedtransfer.nn.shard_rounds import ask
-from speedtransfer.nn.ticket import Ticket, known_again, rows_in
-from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
+from speedtransfer.nn.ticket import Ticket, rows_in
+from speedtransfer.nn.tracing import in_transform, refuse_to_quantize, unrecorded
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows, without_rows
 from speedtransfer.nn.vocabulary_module import VocabularyModule
-from speedtransfer.nn.weight_calls import in_transform
-from speedtransfer.optim import Handle, UsedFeatures, find_handle
+from speedtransfer.optim import UsedFeatures, find_handle
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
 
@@ -127,10 +126,6 @@ class Feature(nn.Embedding, VocabularyModule):
         return read_ahead(self, ids)
 
     @property
-    def _handle(self) -> Any:
-        return self.handle()
-
-    @property
     def vocabulary(self) -> None:
         """None, or an error: the vocabulary is that of all features."""
         self._refuse_with_ids("vocabulary")
@@ -177,7 +172,7 @@ class Feature(nn.Embedding, VocabularyModule):
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), the padding row zero: the numbers of ``torch.nn`` with the same seed."""
         self._refuse_with_ids("reset_parameters()")
-        handle = self.handle()
+        handle = self._handle
         if handle is None:
             super().reset_parameters()
             return
@@ -188,14 +183,15 @@ class Feature(nn.Embedding, VocabularyModule):
     @torch.no_grad()
     def load(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(num_embeddings, embedding_dim)``."""
-        handle = self.handle()
+        handle = self._handle
         if handle is None:
             self.weight.copy_(values)
         else:
             handle.load(values, self.start)
 
-    def handle(self) -> Handle | None:
-        """Return the handle of the table; None while another tensor is in the place of its weight (functional_call)."""
+    @property
+    def _handle(self) -> Any:
+        """The handle of the table; None while another tensor is in the place of its weight (functional_call)."""
         return find_handle(self._whole())
 
     def _whole(self) -> Any:
@@ -217,11 +213,11 @@ class Feature(nn.Embedding, VocabularyModule):
             )
 
     def _rows(self) -> FeatureView | None:
-        handle = self.handle()
+        handle = self._handle
         return None if handle is None else FeatureView(handle, self.start, self.stop, self.number, self.name)
 
     def _has_rows(self) -> bool:
-        return self.handle() is not None
+        return self._handle is not None
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +267,7 @@ class Feature(nn.Embedding, VocabularyModule):
         if self._keys is not None:
             # The MultiEmbedding has them.
             return
-        handle = self.handle()
+        handle = self._handle
         if with_placeholders():
             rows = torch.empty(self.num_embeddings, 0, device="cpu")
         elif handle is None or keep_vars:
@@ -291,7 +287,7 @@ class Feature(nn.Embedding, VocabularyModule):
             return
         check_assigned(state_dict, prefix, local_metadata)
         weight = self._whole()
-        handle = self.handle()
+        handle = self._handle
         if handle is not None:
             handle.step.recover()
         # On the meta device torch says that nothing is loaded.
@@ -397,7 +393,7 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
         training = torch.is_grad_enabled() and handle.requires_grad
-        index = known_again(handle, rows_for_lookup(handle, index, None, training)[0])
+        index, _ = rows_for_lookup(handle, index, None, training)
         if not training and module.max_norm is None:
             return frozen_lookup(handle, index, None, freq)
         active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)

@@ -12,7 +12,7 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.ticket import FoundRows, Ticket
-from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.tables import as_index
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 

@@ -24,8 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.tracing import ONE_GRAPH, recorded_as
-from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.nn.tracing import ONE_GRAPH, in_transform, recorded_as
 from speedtransfer.once import once
 from speedtransfer.optim.anchor import Joined, joins_kept
 
@@ -283,7 +282,7 @@ def _as_operator(
         return None
     if not module._has_rows() or in_transform():
         return None
-    handle = module._handle if hasattr(module, "_handle") else module.handle()
+    handle = module._handle
     in_turn = handle.renormalizes or not handle.is_whole
     if in_turn and _in_a_region():
         return None

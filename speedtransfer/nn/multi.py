@@ -21,10 +21,8 @@ from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_opti
 from speedtransfer.nn.rounds import Rounds, split
 from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.ticket import known_again
-from speedtransfer.nn.tracing import refuse_to_export
+from speedtransfer.nn.tracing import in_transform, refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
-from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
@@ -268,7 +266,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             raise self._without_rows("")
         found = find(self, self.weight, ids, by_hand=True)
         if self._keys is None or not self._has_rows():
-            active: ActiveRows = super().activate(known_again(self._handle, found.index))
+            active: ActiveRows = super().activate(found.index)
             return active
         some = [name for name, shape in (found.shapes or {}).items() if shape.numel()]
         given = self._every() if found.shapes is None else sum({*self._bits(some)})

@@ -20,10 +20,9 @@ from speedtransfer.nn.jagged import Bags
 from speedtransfer.nn.lookup import apart_from_padding
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.options import TableOptions, takes_options
-from speedtransfer.nn.ticket import FoundRows, Ticket, known_again, rows_in
-from speedtransfer.nn.tracing import refuse_to_export, unrecorded
+from speedtransfer.nn.ticket import FoundRows, Ticket, rows_in
+from speedtransfer.nn.tracing import in_transform, refuse_to_export, unrecorded
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
-from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import UsedFeatures, find_handle
 
 
@@ -233,7 +232,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
 
         if self._keys is not None:
             return self._read_by_id(found.index, training, look_up)
-        return look_up(known_again(handle, rows_for_lookup(handle, found.index, None, training)[0]))
+        return look_up(rows_for_lookup(handle, found.index, None, training)[0])
 
     def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
         given = ids if isinstance(ids, Given) else Given(ids, None)

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.collections_of_torchrec import Collection, is_collection
-from speedtransfer.nn.containers import Container, is_container
+from speedtransfer.nn.containers import Container, about, is_container
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
@@ -195,7 +195,7 @@ def replace_embeddings(
     for name, group in groups.items():
         group.replace(model, name)
         report.append(name)
-        report.notes[name] = group.about()
+        report.notes[name] = about(group.tables)
     if options["process_group"] is not None and report:
         watch(model)
     return report

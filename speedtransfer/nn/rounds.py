@@ -21,7 +21,7 @@ from speedtransfer.nn.feature_ids import first_beyond, in_table
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import INTEGERS
 from speedtransfer.nn.ticket import open_tickets, place_of
-from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.optim.anchor import kept
 from speedtransfer.optim.graph import TELLS_HOOKS, saving_hooks

@@ -16,7 +16,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
+# How many transforms of torch.func are running, whose tensors have no memory to read ids from.
+in_transform: Callable[[], int] = torch._C._functorch.get_dynamic_layer_stack_depth
 # The compilers of older ones cannot trace what decides how a lookup is recorded.
 ONE_GRAPH = torch.__version__ >= "2.13"
 

@@ -19,6 +19,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special, with_whole
 from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
@@ -197,14 +198,6 @@ def _refused(remedy: str) -> Callable[..., Any]:
         raise InvalidTypeError(f"{handle_of(weight)} is the weight of a table, which {remedy}")
 
     return refuse
-
-
-# Tells how many transforms of torch.func are running (older versions of torch: the innermost), whose tensors have no memory to
-# read ids from.
-_functorch = torch._C._functorch
-in_transform: Callable[[], Any] = getattr(
-    _functorch, "get_dynamic_layer_stack_depth", _functorch.peek_interpreter_stack
-)
 
 
 # --- lookups ----------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer.nn.active import activate
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_whole
-from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table, in_transform
+from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table
 from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.optim.copied_rows import Copied, with_copy, writing_back
 from speedtransfer.tables import Table, UniqueRows
