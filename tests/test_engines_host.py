@@ -107,7 +107,7 @@ def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, 
         raise RuntimeError("no memory there")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(host, "_gather_copy", lambda compiled, *places: copy)
+    monkeypatch.setattr(host, "_copy_for", lambda compiled, *places: copy)
     with pytest.raises(RuntimeError, match="no memory there"):
         host.gather_rows([torch.zeros(9, 8)], torch.arange(9), [torch.zeros(9, 8)])
     assert sorted(running) == [0, 3, 6]

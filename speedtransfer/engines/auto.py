@@ -179,12 +179,8 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
     return _MAKE[name](device)
 
 
-def _make_auto(device: torch.device) -> AutoEngine:
-    return AutoEngine({"mapped": MappedEngine(device), "staged": StagedEngine(device)}, device)
-
-
 _MAKE: dict[str, Callable[[torch.device], Engine]] = {
-    "auto": _make_auto,
+    "auto": lambda device: AutoEngine({"mapped": MappedEngine(device), "staged": StagedEngine(device)}, device),
     "host": HostEngine,
     "mapped": MappedEngine,
     "reference": ReferenceEngine,

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.engines.cache_kernels import are_suitable, move
 from speedtransfer.engines.cache_slots import Slots
-from speedtransfer.engines.reference import put_rows
+from speedtransfer.engines.reference import as_integers, put_rows
 
 
 class Reading:
@@ -74,7 +73,7 @@ class Reading:
         places.clamp_(min=0)
         for out, came, mine in zip(self._rows, fetched, self._own, strict=True):
             wanted = (self.missing & ~mine).unsqueeze(1)
-            out.copy_(torch.where(wanted, bits(came)[places], bits(out)).view(out.dtype))
+            out.copy_(torch.where(wanted, as_integers(came)[places], as_integers(out)).view(out.dtype))
 
     def _from_planes(self, ids: Tensor, unsorted: bool) -> list[Tensor]:
         fetched = [buffers.empty((len(ids), out.shape[1]), out.dtype, self._slots.device) for out in self._rows]
@@ -146,11 +145,6 @@ def compacted(values: Tensor, chosen: Tensor, places: Tensor, filler: int) -> Te
     return values.new_full((count + 1,), filler).scatter_(0, torch.where(chosen, places, count), values)[:count]
 
 
-def bits(rows: Tensor) -> Tensor:
-    """Return `rows` as integers where there are some of their size: torch cannot choose among rows of every dtype."""
-    return rows.view(INTEGER_OF_SIZE.get(rows.element_size(), rows.dtype))
-
-
 def taken(rows: Tensor, chosen: Tensor) -> Tensor:
     """Return the rows of `rows` (n, width) that `chosen` names, by a mask or by numbers."""
-    return bits(rows)[chosen].view(rows.dtype)
+    return as_integers(rows)[chosen].view(rows.dtype)

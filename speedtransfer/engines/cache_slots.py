@@ -112,7 +112,8 @@ class Slots:
             lost = max(int((part.dirty & part.valid).sum()) if part.written else 0 for part in changed)
             self.write_back()
             self.forget()
-            self.note_versions()
+            for part in self._parts.values():
+                part.version = part.plane._version
             if lost:
                 self.untold = (
                     f"a view of the table was written to while its cache held {lost} newer rows, which have now replaced what "
@@ -129,11 +130,6 @@ class Slots:
     def loses_changes(self) -> bool:
         """Tell whether `notice` would raise."""
         return any(part.written and part.plane._version != part.version for part in self._parts.values())
-
-    def note_versions(self) -> None:
-        """Take the planes as they are now for what the slots were read from."""
-        for part in self._parts.values():
-            part.version = part.plane._version
 
     def write_back(self, only: Tensor | None = None) -> None:
         """Write rows that the planes lack to them: all, or those of slots where `only` (capacity + 2,) says so."""

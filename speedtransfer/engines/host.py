@@ -67,7 +67,7 @@ class HostEngine:
 def gather_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
     """Fill ``rows[i]`` with ``planes[i][index]``, all on the CPU, on as many threads as torch uses."""
     num_bytes = sum([tensor.nbytes for tensor in rows])
-    if num_bytes < _COMPILED_BYTES or not _move(planes, index, rows, _gather_copy, num_bytes):
+    if num_bytes < _COMPILED_BYTES or not _move(planes, index, rows, num_bytes):
         select_rows(planes, index, rows)
 
 
@@ -75,18 +75,18 @@ def scatter_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]
     """Set ``planes[i][index]`` to ``rows[i]``, all on the CPU, on as many threads as torch uses."""
     num_bytes = sum([tensor.nbytes for tensor in rows])
     narrow = num_bytes < _COMPILED_BYTES or all(row.shape[1] * row.element_size() <= _NARROW_BYTES for row in rows)
-    if narrow or not _move(planes, index, rows, _scatter_copy, num_bytes):
+    if narrow or not _move(planes, index, rows, num_bytes, writes=True):
         put_rows(planes, index, rows)
 
 
 def _move(
-    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], choose: Callable[..., Any], num_bytes: int
+    planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor], num_bytes: int, writes: bool = False
 ) -> bool:
     """Move the rows by compiled copies; False, and nothing done, where those are not the way."""
     if any(plane.dtype != dense.dtype for plane, dense in zip(planes, rows, strict=True)):
         return False
     compiled = compiled_module(_COPIES)
-    if choose is _scatter_copy:
+    if writes:
         # Ids of a training step come back from the caller, who can have changed them: then nothing is written.
         check_host_index(index, planes)
     ids, fault, parts = index.numpy(), np.full(2, -1), list[Part]()
@@ -94,30 +94,25 @@ def _move(
         item = plane.element_size()
         places = plane.data_ptr(), plane.stride(0) * item, dense.data_ptr(), dense.shape[1] * item
         if dense.numel():
-            parts.append((choose(compiled, *places, num_bytes), (*places, plane.shape[0], ids, fault)))
+            parts.append((_copy_for(compiled, *places, num_bytes, writes), (*places, plane.shape[0], ids, fault)))
     run_on_threads(parts, len(ids), num_bytes, (*planes, *rows))
     place, row = fault.tolist()
     if place >= 0:
         raise out_of_range(f"index[{place}]", row, planes[0].shape[0])
     # torch has not seen the writes: views and saved tensors are told, as after an operation in place.
-    for tensor in planes if choose is _scatter_copy else rows:
+    for tensor in planes if writes else rows:
         if not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     return True
 
 
-def _gather_copy(
-    compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int
+def _copy_for(
+    compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int, writes: bool
 ) -> Callable[..., None]:
-    if num_bytes >= _STREAMING_BYTES and not (rows | row_bytes) % compiled.LINE_BYTES:
-        return compiled.gather_streaming_lines
-    return compiled.gather
-
-
-def _scatter_copy(
-    compiled: Any, plane: int, stride_bytes: int, rows: int, row_bytes: int, num_bytes: int
-) -> Callable[..., None]:
-    # A line written in part would have to be read first: there only whole ones stream.
-    if not (plane | stride_bytes | row_bytes) % compiled.LINE_BYTES:
-        return compiled.scatter_streaming_lines
-    return compiled.scatter
+    """Return the compiled copy for rows of a plane; one of whole lines that are written, or of a large result, streams."""
+    if writes:
+        # A line written in part would have to be read first: there only whole ones stream.
+        in_lines = not (plane | stride_bytes | row_bytes) % compiled.LINE_BYTES
+        return compiled.scatter_streaming_lines if in_lines else compiled.scatter
+    streams = num_bytes >= _STREAMING_BYTES and not (rows | row_bytes) % compiled.LINE_BYTES
+    return compiled.gather_streaming_lines if streams else compiled.gather

@@ -24,7 +24,6 @@ from speedtransfer.cuda import (
     to_device,
 )
 from speedtransfer.engines.base import Queue, check_host_index, leaves_faults, out_of_range
-from speedtransfer.errors import InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
 # Below this an index is as well left as it is: an estimate, as `sort_rows` is.
@@ -61,8 +60,6 @@ class MappedEngine:
         multiprocessors, and two for each where the planes are on the device.
     threads : int
         Threads of a block.
-    kernel : {"lanes"}
-        There is no other one.
     sort_rows : int
         From how many rows on an `unsorted` call is sorted, if its planes are on the host and it moves a megabyte.
 
@@ -70,8 +67,6 @@ class MappedEngine:
     ------
     DeviceError
         There is no CUDA, or the device cannot address host memory.
-    InvalidValueError
-        `kernel` is not "lanes".
     """
 
     name = "mapped"
@@ -79,17 +74,10 @@ class MappedEngine:
     runs_kernels = True
 
     def __init__(
-        self,
-        device: torch.device | str,
-        max_blocks: int | None = None,
-        threads: int = 256,
-        kernel: str = "lanes",
-        sort_rows: int = 4096,
+        self, device: torch.device | str, max_blocks: int | None = None, threads: int = 256, sort_rows: int = 4096
     ) -> None:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
-        if kernel != "lanes":
-            raise InvalidValueError(f"kernel must be 'lanes', got {kernel!r}; leave it out")
         self.threads, self.sort_rows = threads, sort_rows
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         # A few fill the bus, and ask for rows of few pages at a time, which large tables need: more are slower there.
@@ -99,7 +87,8 @@ class MappedEngine:
             self._kernel(direction, "rows")
         self._order = StreamOrder(self.device)
         self._order.wait_when_gone(self)
-        self._argument = Argument()
+        # For every launch: the driver has copied it when that returns.
+        self._argument = argument_memory()
         # What report_faults in move.cuh takes: a record that the host can look at, and the right to write to it.
         record = pinned_empty(4 * 8, self.device, wait=self._order.wait).view(torch.int64).zero_()
         self._fault, self._fault_pointer = record.numpy(), record.data_ptr()
@@ -198,8 +187,10 @@ class MappedEngine:
         blocks = min(max_blocks, -(-num_rows * 32 // self.threads))  # a warp has a row
         for start in range(0, len(words), step):
             some = words[start : start + step]
-            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, some, there, *checked)
-            launch_kernel(self._kernel(direction, kind), blocks, self.threads, move, stream)
+            count = len(some) // _PLANE_WORDS
+            about = index.data_ptr(), num_rows, table_rows, count, *faults, there, *checked
+            _MOVES[count].pack_into(self._argument, ARGUMENT_AT, *about, *some)
+            launch_kernel(self._kernel(direction, kind), blocks, self.threads, self._argument, stream)
 
     def _kernel(self, direction: str, kind: str) -> Any:
         """Return a kernel, compiled on first use: "converted" takes seconds, and few tables need it."""
@@ -223,48 +214,6 @@ class MappedEngine:
             self._fault[:] = 0
         if reported:  # another thread may have been faster
             raise out_of_range(f"index[{position}] of an earlier gather (its row is zeros)", value, num_rows)
-
-
-class Argument:
-    """Memory for a ``struct Move`` (move.cuh), what every kernel takes: the driver has copied it when a launch returns."""
-
-    def __init__(self) -> None:
-        self._memory = argument_memory()
-
-    def pack(
-        self,
-        index: int,
-        num_rows: int,
-        table_rows: int,
-        fault: int,
-        claimed: int,
-        words: Sequence[int],
-        places: int = 0,
-        named: int = 0,
-        num_named: int = 0,
-    ) -> Any:
-        """Return the memory that now holds this; pointers are ints.
-
-        `index` is (num_rows,) int64 on the device, and so is `places`, which rows of the buffers they are, or 0; `fault` and
-        `claimed` are where a row of `named`, (num_named,) int64, that does not exist is reported, or 0; `words` are those of
-        :func:`pack_plane` of at most ``MAX_PLANES`` planes.
-        """
-        planes = len(words) // _PLANE_WORDS
-        _MOVES[planes].pack_into(
-            self._memory,
-            ARGUMENT_AT,
-            index,
-            num_rows,
-            table_rows,
-            planes,
-            fault,
-            claimed,
-            places,
-            named,
-            num_named,
-            *words,
-        )
-        return self._memory
 
 
 def pack_plane(plane: Tensor, rows: Tensor) -> tuple[int, int, int, int, int, int, int]:

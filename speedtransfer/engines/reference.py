@@ -89,8 +89,7 @@ def select_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
         elif plane.dtype in SELECTED:
             torch.index_select(plane, 0, index, out=out)
         else:
-            word = INTEGER_OF_SIZE.get(plane.element_size(), plane.dtype)
-            torch.index_select(plane.view(word), 0, index, out=out.view(word))
+            torch.index_select(as_integers(plane), 0, index, out=as_integers(out))
 
 
 def put_rows(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
@@ -116,7 +115,7 @@ def _select_padded(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tenso
         select_rows(planes, index.clamp(max=num_rows - 1), rows)
     padding = (index == num_rows).unsqueeze(1)
     for out in rows:
-        out.view(INTEGER_OF_SIZE.get(out.element_size(), out.dtype)).masked_fill_(padding, 0)
+        as_integers(out).masked_fill_(padding, 0)
 
 
 def _put_padded(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor]) -> None:
@@ -132,12 +131,15 @@ def _put_padded(planes: Sequence[Tensor], index: Tensor, rows: Sequence[Tensor])
     first = index[:1].clamp(max=num_rows - 1)
     values = []
     for plane, source in zip(planes, rows, strict=True):
-        source = source.detach().to(plane.dtype)
-        word = INTEGER_OF_SIZE.get(plane.element_size(), plane.dtype)
-        bits = source.view(word)
-        again = torch.where(padding[:1].unsqueeze(1), plane.view(word).index_select(0, first), bits[:1])
+        bits = as_integers(source.detach().to(plane.dtype))
+        again = torch.where(padding[:1].unsqueeze(1), as_integers(plane).index_select(0, first), bits[:1])
         values.append(torch.where(padding.unsqueeze(1), again, bits).view(plane.dtype))
     put_rows(planes, torch.where(padding, first, index), values)
+
+
+def as_integers(rows: Tensor) -> Tensor:
+    """Return `rows` as integers where there are some of their size: torch cannot choose among rows of every dtype."""
+    return rows.view(INTEGER_OF_SIZE.get(rows.element_size(), rows.dtype))
 
 
 def _widest_word(*tensors: Tensor) -> torch.dtype:
