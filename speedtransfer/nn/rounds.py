@@ -172,11 +172,16 @@ class Rounds(threading.local):
         return self._layout[1]
 
 
+def may_have_parts(ids: Any) -> bool:
+    """Tell whether `ids` are integers in dense memory, of which others may be a part."""
+    if type(ids) is not Tensor or ids.dtype not in INTEGERS or ids.is_nested or ids.layout is not torch.strided:
+        return False
+    return ids.dim() > 0 and ids.numel() > 0
+
+
 def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     """Tell whether a lookup of `ids` is as those of other features, and may be made before or after its turn."""
-    if type(ids) is not Tensor or ids.dtype not in INTEGERS or not ids.dim() or not ids.numel():
-        return False
-    if ids.is_nested or ids.layout is not torch.strided:
+    if not may_have_parts(ids):
         return False
     table, owners = handle.rows.table, handle.owners
     # Where lookups write, or ask others.

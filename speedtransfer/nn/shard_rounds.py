@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from speedtransfer.nn.fused_lookup import FusedPart, is_read_together, look_up_together
-from speedtransfer.nn.lookup_ops import INTEGERS
-from speedtransfer.nn.rounds import Place
+from speedtransfer.nn.rounds import Place, may_have_parts
 from speedtransfer.nn.ticket import Ticket, open_tickets
 from speedtransfer.ranks import Exchange
 
@@ -160,7 +159,7 @@ class _Argument(NamedTuple):
     def ids_in(self, arguments: dict[str, Tensor]) -> Tensor | None:
         """Return the ids that the module is expected to look up, if they are there."""
         found = arguments.get(self.name)
-        if found is None or not found.dim() or not found.shape[0] or _strides(found) != self.strides:
+        if found is None or _strides(found) != self.strides:
             return None
         return self.place.beside(found[0] if self.in_row else found)
 
@@ -240,12 +239,11 @@ def _begin_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     leaves, _ = tree_flatten_with_path((args, kwargs))
-    given = [(path, leaf) for path, leaf in leaves if type(leaf) is Tensor and leaf.dtype in INTEGERS and leaf.numel()]
     forwards = _rounds.forwards.get(model)
     if forwards is None:
         forwards = _rounds.forwards[model] = _Forwards()
     _rounds.now = weakref.ref(forwards)
-    forwards.begin({keystr(path): ids for path, ids in given})
+    forwards.begin({keystr(path): leaf for path, leaf in leaves if may_have_parts(leaf)})
 
 
 class _Rounds(threading.local):
@@ -280,7 +278,7 @@ def ask(module: Any, ids: Any) -> Any:
 
 def _may_ask(module: Any, ids: Any) -> bool:
     """Tell whether rows may be asked for before or after their turn."""
-    if type(ids) is not Tensor or ids.dtype not in INTEGERS or not ids.dim() or not ids.numel() or ids.is_inference():
+    if not may_have_parts(ids) or ids.is_inference():
         return False
     handle = module._handle
     if handle is None or handle.owners.has_whole or not is_read_together(module):

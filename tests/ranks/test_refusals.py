@@ -65,7 +65,7 @@ st.clip_grad_norm_(nan.parameters(), 1.0, error_if_nonfinite=True) -> ^RuntimeEr
 SHARDED = f"""
 emb(torch.tensor([(0, ROWS)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids .its own // ^RowIndexError
 emb(torch.tensor([(0, -1)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
-emb(torch.tensor([0.5, 0.0])) -> ^InvalidTypeError
+emb((torch.tensor([0.5, 0.0]), torch.ones(2, 2).long().to_sparse())[rank]) -> ^InvalidTypeError
 emb(torch.tensor([ROWS])) -> ^RowIndexError
 sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more than {KEPT} lookups
 (emb.prefetch(ids()) if rank else emb(ids())) -> rank 0: .* lookups .in training.*; rank 1: .*: ids ahead, of weight

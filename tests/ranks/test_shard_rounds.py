@@ -58,7 +58,8 @@ class Net(nn.Module):
 
     def arguments(self, ids):
         """What the forward takes: `ids`, or those of two columns by name, and all others as rows."""
-        return (ids,) if self.form != "asked" else ({"a": ids[:, 0].clone(), "b": ids[:, 1:2].clone()}, [ids.t() + 0])
+        named = {"a": ids[:, 0].clone(), "b": ids[:, 1:2].clone(), "c": ids.to_sparse()}
+        return (ids,) if self.form != "asked" else (named, [ids.t() + 0])
 
     def look_up(self, number, *args):
         if self.form == "asked":
@@ -92,9 +93,8 @@ class Net(nn.Module):
 
 
 def batch(step, size=6):
-    return torch.randint(
-        0, ROWS, (size, COLUMNS), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
-    )
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(0, ROWS, (size, COLUMNS), generator=generator)
 
 
 @on(2)
