@@ -192,7 +192,7 @@ REFUSED = [
     (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(8, DIM))), "assign one of that shape"),
     *((functools.partial(of_another, options), "write its values") for options in ({}, {"cache_rows": 3})),
     (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=[1]), r"features \['0'\] but num_embeddings of \['0', '1'\]"),
-    (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=3), "feature '0' must be within its 3 rows"),
+    (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=3), "feature '0' must be within num_embeddings: it is 3"),
 ]
 
 

@@ -85,12 +85,10 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             check_bags(self._handle, input, offsets, per_sample_weights, self.mode, freq, last)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
-            spare = padding is not None
-            active = activate(
-                self._handle, ids, training, self.max_norm, self.norm_type, padding, padded=True, spare=spare
-            )
+            about = training, self.max_norm, self.norm_type, padding
+            active = activate(self._handle, ids, *about, padded=True, spare=padding is not None)
             fill = ids.fill if isinstance(ids, FoundRows) else None
-            return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, fill)
+            return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, self.sparse, fill)
 
         if self._handle.id_space.come_and_go:
             padding = self._handle.id_space.padding_row(self.padding_idx)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -137,7 +136,7 @@ class Embedding(TableModule, nn.Embedding):
         if not handle.owners.has_whole:
             input = ask(self, input)
         if handle.id_space.come_and_go:
-            return self._read_by_id(input, training, functools.partial(self._look_up, training=training))
+            return self._look_up_by_id(input, training)
         if not handle.id_space.by_row:
             input, padding = rows_for_lookup(handle, input, padding, training)
         if not training and self.max_norm is None:

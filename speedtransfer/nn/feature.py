@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, suggest
 from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of, read_ids
 from speedtransfer.nn.feature_view import FeatureView
@@ -71,18 +70,13 @@ class Feature(nn.Embedding, VocabularyModule):
         self.num_embeddings, self.embedding_dim = num_embeddings, multi.embedding_dim
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
-        if padding_idx is not None and keys is not None:
+        if keys is None:
+            padding_idx = self._checked_padding(padding_idx, f" of feature {name!r}")
+        elif padding_idx is not None:
             given = as_ids([padding_idx])
             padding_idx = int(given)
             if keys.first_beyond(given) is not None:
                 raise self.out_of_range(padding_idx, None, ())
-        elif padding_idx is not None:
-            padding_idx = check_size(padding_idx, f"padding_idx of feature {name!r}", -(2**63))
-            # The same exception as torch.nn raises, for code that catches it.
-            assert -num_embeddings <= padding_idx < num_embeddings, (
-                f"padding_idx of feature {name!r} must be within its {num_embeddings} rows but is {padding_idx}"
-            )
-            padding_idx %= num_embeddings
         self.padding_idx = padding_idx
 
     @property
@@ -383,9 +377,7 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
     handle, freq = find_handle(weight), module.scale_grad_by_freq
     if module._keys is not None and handle is not None:
         training = torch.is_grad_enabled() and handle.requires_grad
-        found: Tensor = module._read_by_id(
-            index, training, functools.partial(module._look_up, training=training, features=features)
-        )
+        found: Tensor = module._look_up_by_id(index, training, features)
         return found
     if handle is None or in_transform():
         refuse_without_rows(module.__dict__.get("_handle", handle))

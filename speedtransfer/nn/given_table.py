@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from speedtransfer.dtypes import SCALED_DTYPES
 from speedtransfer.encoding import LOW, SCALE, SPLIT24, StorageDtype, check_dtypes, codec_for, dtype_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.options import DEFAULTS, TableOptions
+from speedtransfer.nn.options import DEFAULTS, TableOptions, table_arguments
 from speedtransfer.optim import Handle, Rows, handles_over
 from speedtransfer.tables import Table
 
@@ -54,8 +52,7 @@ def handle_of_table(table: Table, dtype: torch.dtype | None, requires_grad: bool
             f"dtype is {dtype} but rows of storage_dtype={storage_dtype} are computed in {computed}; leave one of the two out"
         )
     check_dtypes(computed, storage_dtype, options["state_dtype"], options["scale_block"])
-    about: Any = options
-    given = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
+    given = table_arguments(options)
     made = Table(table.num_rows, table.dim, dtype_of(storage_dtype or computed), device=table.device, **given)
     rows = Rows(made, storage_dtype, options["state_dtype"], options["scale_block"])
     rows.take("weight", source)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, is_trained, special
 from speedtransfer.optim.row_gradient import RowGradient
 
 # Methods of tensors, whose other arguments broadcast to the weight.
@@ -36,8 +36,7 @@ def changes_in_chunks(weight: Any, by_torch: bool = True) -> bool:
     if not isinstance(weight, TableWeight | WeightData):
         return False
     handle = handle_of(weight)
-    is_leaf = by_torch and torch.is_grad_enabled() and isinstance(weight, TableWeight) and handle.requires_grad
-    return handle.of.is_whole and not handle.aliased and not is_leaf
+    return handle.of.is_whole and not handle.aliased and not (by_torch and is_trained(weight, handle))
 
 
 def fits(weight: Any, copies: int = 1) -> bool:

@@ -147,16 +147,13 @@ def bag_lookup(
     mode: str,
     scale_grad_by_freq: bool,
     include_last_offset: bool,
-    has_padding: bool,
-    sparse: bool = False,
+    sparse: bool,
     beside: Any = None,
 ) -> Tensor:
     """Return the sum, mean or max of the rows of each bag of the ids that `active` was made from, ``(bags, dim)``.
 
     Parameters
     ----------
-    has_padding : bool
-        Whether there is a padding row, among the ids or not.
     sparse : bool
         Whether torch would make a sparse gradient, which it sums in another order in half precision.
     beside : UnseenValues or UnseenOnDevice, optional
@@ -165,9 +162,9 @@ def bag_lookup(
     if type(offsets) is Tensor and active.inverse.dim() == 1:
         offsets = _checked_offsets(offsets, len(active.inverse), active._handle)
     rows, inverse, padding = apart_from_padding(active, beside)
-    takes_last = include_last_offset and padding is None and has_padding
+    takes_last = include_last_offset and padding is None and active._padding_idx >= 0
     if offsets is not None and takes_last and offsets.dim() == 1 and not _reaches_beyond(offsets, len(inverse)):
-        # With a padding row the last bag of torch extends to the end of the ids.
+        # With a padding row, among the ids or not, the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
     as_sparse = (
         sparse and beside is None and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq

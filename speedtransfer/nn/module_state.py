@@ -151,6 +151,8 @@ class ModuleState(nn.Module):
                 # Where torch swaps tensors (torch.__future__), nobody has assigned it.
                 self.register_parameter("weight", weight)
             return
+        # The table keeps its memory.
+        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         if not with_placeholders():
             self._check_saves()
         if isinstance(self._handle.id_space, VocabularyIds):
@@ -170,9 +172,7 @@ class ModuleState(nn.Module):
         if used is None and (sharded or not rows.plain or not writable):
             receive(whole, self._handle.store if writable else self._handle.check_equal)
         with with_weight(self, whole) as double:
-            super(ModuleState, double)._load_from_state_dict(
-                state_dict, prefix, {**local_metadata, "assign_to_params_buffers": False}, *rest
-            )
+            super(ModuleState, double)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         if used is not None and prefix + "weight" in state_dict:
             used.append((state_dict[prefix + "weight"], self._handle))
 
@@ -239,7 +239,6 @@ class ModuleState(nn.Module):
         whole = nn.Parameter(whole if used is None else whole.to("meta"), requires_grad=False)
         receive(whole, load)
         others = {name: value for name, value in state_dict.items() if not name.startswith(start)}
-        local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         with with_weight(self, whole) as double:
             super(ModuleState, double)._load_from_state_dict(others, prefix, local_metadata, *rest)
         if failed:

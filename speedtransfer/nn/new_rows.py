@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from speedtransfer.cuda import resolve_device
 from speedtransfer.encoding import check_dtypes, dtype_of, value_bytes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.options import TableOptions
+from speedtransfer.nn.options import TableOptions, table_arguments
 from speedtransfer.optim import Rows
 from speedtransfer.ranks import Exchange, Partition, SharedMemory
 from speedtransfer.system import physical_bytes
@@ -136,7 +135,7 @@ class NewRows:
             memory.layout = options["layout"]
             return self._rows(Table.over(memory, *self.shape, self.stored))
         num_rows, most = self._sizes()
-        place = self._place()
+        place = table_arguments(options)
         if exchange is not None:
             if place["path"] is not None:
                 place["path"] = path_of(place["path"], exchange)
@@ -147,11 +146,7 @@ class NewRows:
 
     def over(self, weight: Tensor) -> Rows:
         """Return rows in the memory of `weight`, ``(num_rows, dim)``, where that is possible, else in a copy."""
-        return self._rows(Table.from_array(weight, device=self.device, copy=False, **self._place()))
-
-    def _place(self) -> Any:
-        names = ("memory", "path", "layout", "cache_rows", "cache_counts")
-        return {name: dict(self.options)[name] for name in names}
+        return self._rows(Table.from_array(weight, device=self.device, copy=False, **table_arguments(self.options)))
 
     def _rows(self, table: Table) -> Rows:
         options = self.options

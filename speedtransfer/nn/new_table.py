@@ -99,21 +99,21 @@ def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handl
     seeds, is_same = told[0].tolist(), bool((told[:, -1] == told[0, -1]).all())
     rows.load_state_dict({"seed": seeds[0]})
     handle = Handle(rows.table, requires_grad, options["idle"], rows)
-    kind = SharedOwners if options["memory"] == "shared" else Sharded
-    if vocabulary is None:
-        handle.owners = kind(handle, exchange, Partition(new.shape[0], exchange.ranks), options["comm_dtype"])
-        if weight is not None and is_same:
-            handle.load(weight)
-        elif weight is not None:
-            for part in row_chunks(len(weight), weight[:1].nbytes):
-                handle.load(exchange.from_first(weight[part]), part.start)
+    if vocabulary is not None:
+        vocabulary.seed = seeds[1]
+        partition = Interleaved([rows.table.num_rows] * exchange.ranks)
+        handle.owners = Sharded(handle, exchange, partition, options["comm_dtype"])
+        ids = VocabularyIds(handle, vocabulary, new.padding_idx)
+        if weight is not None:
+            ids.load_saved({}, len(weight), weight if is_same else exchange.from_first(weight))
         return handle
-    vocabulary.seed = seeds[1]
-    partition = Interleaved([rows.table.num_rows] * exchange.ranks)
-    handle.owners = kind(handle, exchange, partition, options["comm_dtype"])
-    ids = VocabularyIds(handle, vocabulary, new.padding_idx)
-    if weight is not None:
-        ids.load_saved({}, len(weight), weight if is_same else exchange.from_first(weight))
+    kind = SharedOwners if options["memory"] == "shared" else Sharded
+    handle.owners = kind(handle, exchange, Partition(new.shape[0], exchange.ranks), options["comm_dtype"])
+    if weight is not None and is_same:
+        handle.load(weight)
+    elif weight is not None:
+        for part in row_chunks(len(weight), weight[:1].nbytes):
+            handle.load(exchange.from_first(weight[part]), part.start)
     return handle
 
 

@@ -95,6 +95,12 @@ def complete(options: TableOptions) -> TableOptions:
     return options
 
 
+def table_arguments(options: TableOptions) -> dict[str, Any]:
+    """Return those of complete options that say where and how a :class:`~speedtransfer.Table` lies, which it takes."""
+    about: Any = options
+    return {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
+
+
 def check_model(model: object) -> None:
     """Raise unless `model` is an ``nn.Module``."""
     if not isinstance(model, nn.Module):

@@ -109,17 +109,6 @@ class TableModule(VocabularyModule, ModuleState):
         elif weight is None:
             self.reset_parameters()
 
-    def _checked_padding(self, padding_idx: int | None) -> int | None:
-        """Return the number of the row of padding, which may be counted from the end; raise unless there is such a row."""
-        if padding_idx is None:
-            return None
-        padding_idx, rows = check_size(padding_idx, "padding_idx", -(2**63)), self.num_embeddings
-        # The same exception as torch.nn raises, for code that catches it.
-        assert -rows <= padding_idx < rows, (
-            f"padding_idx must be within num_embeddings: it is {padding_idx} but there are {rows} rows"
-        )
-        return padding_idx % rows
-
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
         register()

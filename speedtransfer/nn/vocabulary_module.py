@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.ticket import FoundRows
@@ -49,6 +49,17 @@ class VocabularyModule:
             return self.__dict__.get("_options", {}).get("vocabulary")
         return handle.id_space.vocabulary
 
+    def _checked_padding(self, padding_idx: int | None, of: str = "") -> int | None:
+        """Return the number of the row of padding, which may be counted from the end; raise unless there is such a row."""
+        if padding_idx is None:
+            return None
+        padding_idx, rows = check_size(padding_idx, f"padding_idx{of}", -(2**63)), self.num_embeddings
+        # The same exception as torch.nn raises, for code that catches it.
+        assert -rows <= padding_idx < rows, (
+            f"padding_idx{of} must be within num_embeddings: it is {padding_idx} but there are {rows} rows"
+        )
+        return padding_idx % rows
+
     def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
         """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
 
@@ -81,14 +92,19 @@ class VocabularyModule:
 
         return self._read_by_id(ids, training, read)
 
-    def _look_up(self, found: FoundRows, training: bool, features: UsedFeatures | None = None) -> Tensor:
-        """Return the rows that ids of a vocabulary have, of which `features` are, where that matters."""
-        handle, limits, by_freq = self._handle, (self.max_norm, self.norm_type), self.scale_grad_by_freq
+    def _look_up_by_id(self, ids: Any, training: bool, features: UsedFeatures | None = None) -> Tensor:
+        """Return the rows that ids of a vocabulary have; `features`: those that the ids are of, where that matters."""
+        handle, by_freq = self._handle, self.scale_grad_by_freq
         padding = handle.id_space.padding_row(self.padding_idx)
-        if not training and self.max_norm is None:
-            return found.filled(frozen_lookup(handle, found, padding, by_freq))
-        active = activate(handle, found, training, *limits, padding, padded=True, features=features)
-        return found.filled(lookup(active, by_freq))
+
+        def read(found: FoundRows) -> Tensor:
+            if not training and self.max_norm is None:
+                return found.filled(frozen_lookup(handle, found, padding, by_freq))
+            limits = self.max_norm, self.norm_type, padding
+            active = activate(handle, found, training, *limits, padded=True, features=features)
+            return found.filled(lookup(active, by_freq))
+
+        return self._read_by_id(ids, training, read)
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
         id_space: Any = self._handle.id_space

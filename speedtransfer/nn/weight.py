@@ -174,6 +174,11 @@ def handle_of(weight: Any) -> Handle:
     return handle
 
 
+def is_trained(weight: Any, handle: Handle) -> bool:
+    """Tell whether what is computed from `weight`, with its handle, has a graph now; from the data of one it has none."""
+    return torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
+
+
 def is_lent_elsewhere(param: Tensor) -> bool:
     """Tell whether `param` was a weight when a function was called with it, and is lent to a step of another thread now."""
     handle = find_handle(param) if type(param) is nn.Parameter else None
@@ -251,7 +256,7 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         if not isinstance(weight, weights) and not is_lent_elsewhere(weight):
             return weight
         handle = handle_of(weight)
-        trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
+        trains = is_trained(weight, handle)
         may_not = not handle.table.writable or handle.of.id_space.come_and_go
         writes = (trains or may_not) and writes_to(weight, func, args, kwargs)
         if writes:
@@ -320,7 +325,7 @@ def _all_rows(weight: Any) -> Tensor:
             f"{handle} is a copy of its rows in a transform of torch.func, and max_norm would shorten those of the copy; give "
             "it weight.detach()"
         )
-    if torch.is_grad_enabled() and handle.requires_grad:
+    if is_trained(weight, handle):
         return handle.whole_in_graph()
     with outside_of_transforms():
         return handle.whole()

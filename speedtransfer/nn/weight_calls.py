@@ -20,7 +20,7 @@ from speedtransfer.nn import fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.tracing import in_transform
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special, with_whole
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, is_trained, rowless, special, with_whole
 from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, forgets_inputs, listen
@@ -42,8 +42,7 @@ def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
         moved = func(empty, *args, **kwargs)
         if moved is empty:
             return weight
-        trains = torch.is_grad_enabled() and handle.requires_grad and isinstance(weight, TableWeight)
-        if trains or handle.aliased or not handle.of.is_whole or moved.device.type != "cpu":
+        if is_trained(weight, handle) or handle.aliased or not handle.of.is_whole or moved.device.type != "cpu":
             return NotImplemented
         # From where the rows are, and not by the device, which may have no room for them.
         handle.of.step.recover()
@@ -237,8 +236,7 @@ def activated(
     check_named_by_row(handle)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += handle.num_rows
-    training = not isinstance(weight, WeightData) and torch.is_grad_enabled() and handle.requires_grad
-    return activate(handle, input, training, max_norm, norm_type, padding_idx)
+    return activate(handle, input, is_trained(weight, handle), max_norm, norm_type, padding_idx)
 
 
 def check_named_by_row(handle: Handle) -> None:
@@ -285,9 +283,7 @@ def _embedding_bag(
     active = activated(weight, input, padding_idx, max_norm, norm_type)
     if active is None:
         return NotImplemented
-    padded = padding_idx is not None
-    freq, last = scale_grad_by_freq, include_last_offset
-    return bag_lookup(active, offsets, per_sample_weights, mode, freq, last, padded, sparse)
+    return bag_lookup(active, offsets, per_sample_weights, mode, scale_grad_by_freq, include_last_offset, sparse)
 
 
 # --- torch.autograd.grad ----------------------------------------------------------------------------------------------------

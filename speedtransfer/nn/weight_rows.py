@@ -12,7 +12,7 @@ from torch import Tensor
 
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.tracing import in_transform
-from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_whole
+from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, is_trained, special, with_whole
 from speedtransfer.nn.weight_calls import check_named_by_row, embedding, has_table
 from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.optim.copied_rows import Copied, with_copy, writing_back
@@ -75,7 +75,7 @@ def _named(weight: Any, index: Any) -> _Named | None:
     handle = handle_of(weight)
     num_rows = handle.num_rows
     # No row has missed steps.
-    if handle.aliased and not handle.rows.lag and not _trains(weight):
+    if handle.aliased and not handle.rows.lag and not is_trained(weight, handle):
         return None
     if isinstance(index, slice):
         rows = range(*index.indices(num_rows))
@@ -120,10 +120,6 @@ def _range(rows: range) -> Tensor:
     return torch.arange(rows.start, rows.stop, rows.step, device="cpu")
 
 
-def _trains(weight: Any) -> bool:
-    return not isinstance(weight, WeightData) and torch.is_grad_enabled() and handle_of(weight).requires_grad
-
-
 def _without_gradients(
     func: Callable[..., Any], weight: Any, named: _Named | None, args: tuple[Any, ...], within: tuple[Any, ...]
 ) -> Any:
@@ -155,7 +151,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if not isinstance(weight, TableWeight | WeightData) or in_transform():
         return NotImplemented
     first, rest = _parts(index)
-    handle, trains = handle_of(weight), _trains(weight)
+    handle = handle_of(weight)
     rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
     rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
     if rows or type(first) is int:
@@ -168,7 +164,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
         found = embedding(ids, weight)
         return found[(slice(None),) * ids.dim() + tuple(rest)] if rest else found
     named = _named(weight, first)
-    if not trains:
+    if not is_trained(weight, handle):
         within = () if named is None else ((named.within, *rest),)
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
     if named is None or handle.of.id_space.come_and_go:
@@ -201,7 +197,7 @@ def _index_select(weight: Any, dim: Any, index: Tensor) -> Any:
 
 def _written(weight: Any, index: Any) -> _Named | None:
     """Return the rows that a function in place writes; None: torch has to say."""
-    if not isinstance(weight, TableWeight | WeightData) or in_transform() or _trains(weight):
+    if not isinstance(weight, TableWeight | WeightData) or in_transform() or is_trained(weight, handle_of(weight)):
         return None
     handle_of(weight).table.check_writable()
     return _named(weight, index)
