@@ -100,35 +100,28 @@ class Ahead(NamedTuple):
 
 
 def begin_to_read(
-    rows: Rows,
-    flat: Tensor,
-    shape: tuple[int, ...],
-    padding_idx: int | None,
-    planes: tuple[str, ...] | None,
-    asked: torch.cuda.Event | None,
+    rows: Rows, ids: Tensor, padding_idx: int | None, planes: tuple[str, ...] | None, asked: torch.cuda.Event | None
 ) -> Task[Ahead | None]:
     """Begin to read the rows of ids.
 
     Parameters
     ----------
     rows : Rows
-    flat : Tensor
-        ``(n,)`` int64, not checked, on the compute device or the CPU.
-    shape : tuple of int
-        Of the ids, for messages.
+    ids : Tensor
+        Int64, contiguous, not checked, on the compute device or the CPU.
     padding_idx : int, optional
     planes : tuple of str, optional
         None: all.
     asked : torch.cuda.Event, optional
-        When `flat` is there.
+        When `ids` are there.
 
     Returns
     -------
     Task of Ahead or None
         None where it is better to wait for the lookup.
     """
-    work = rows, flat, shape, padding_idx, planes, rows.table.watch(), asked
-    if not (flat.is_cuda and rows.table.takes_padding):
+    work = rows, ids, padding_idx, planes, rows.table.watch(), asked
+    if not (ids.is_cuda and rows.table.takes_padding):
         return workers("prefetch", THREADS).submit(_read, *work)
     # The host has nothing to do but to launch.
     return done_here(_read, *work)
@@ -136,8 +129,7 @@ def begin_to_read(
 
 def _read(
     rows: Rows,
-    flat: Tensor,
-    shape: tuple[int, ...],
+    ids: Tensor,
     padding_idx: int | None,
     planes: tuple[str, ...] | None,
     log: WriteLog,
@@ -147,26 +139,26 @@ def _read(
     # Nobody sees what this thread raises; and tensors of inference mode could not be trained.
     with faults_left(), torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
-            groups = unique_rows(flat, rows.table.num_rows, flat.view(shape), padding_idx)
+            groups = unique_rows(ids.view(-1), rows.table.num_rows, ids, padding_idx)
             return Ahead(groups, rows.fetch(groups.ids, planes), planes, log)
         side = side_stream(device, "gather")
         with torch.cuda.device(device), torch.cuda.stream(side):
             if asked is not None:
                 side.wait_event(asked)
-                keep_until_done([flat], side)
-            found = _unique(rows, flat, shape, padding_idx)
+                keep_until_done([ids], side)
+            found = _unique(rows, ids, padding_idx)
             if found is None:
                 return None
             return Ahead(found, rows.fetch(found.ids, planes, found.known), planes, log, side.record_event())
 
 
-def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int | None) -> UniqueRows | None:
-    """Return the unique rows of `flat` (n,) on the CUDA device of a table; None for ids there that are not to be padded."""
-    table = rows.table
+def _unique(rows: Rows, ids: Tensor, padding_idx: int | None) -> UniqueRows | None:
+    """Return the unique rows of `ids` on the CUDA device of a table; None for ids there that are not to be padded."""
+    table, flat = rows.table, ids.view(-1)
     if not (flat.is_cuda and table.takes_padding and len(flat)):
         # An engine that moves rows on the host takes ids there.
-        there = flat.cpu() if table.moves_on_host else flat
-        return unique_rows(there, table.num_rows, there.view(shape), padding_idx, grouped=True).to(table.device)
+        there = ids.cpu() if table.moves_on_host else ids
+        return unique_rows(there.view(-1), table.num_rows, there, padding_idx, grouped=True).to(table.device)
     if not may_pad(rows, min(len(flat), table.num_rows) + 1):
         return None
     table.check(flat)

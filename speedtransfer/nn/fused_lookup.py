@@ -105,8 +105,7 @@ class FusedLookups:
         for (handle, training, _), route in zip(self._parts, self._routes, strict=True):
             planes = None if training or handle.rows.lag is not None else ("weight",)
             # From the host: those of a device would be padded.
-            owned = route.owned.cpu()
-            self._ahead.append(begin_to_read(handle.rows, owned, tuple(owned.shape), None, planes, None))
+            self._ahead.append(begin_to_read(handle.rows, route.owned.cpu(), None, planes, None))
 
     @torch.no_grad()
     def pull(self) -> None:

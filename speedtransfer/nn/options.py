@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 import torch
 from torch import nn
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, check_choice, suggest
 from speedtransfer.optim import Handle
 from speedtransfer.ranks import group_of
 from speedtransfer.vocabulary import Vocabulary
@@ -83,10 +83,7 @@ def complete(options: TableOptions) -> TableOptions:
         # Given, and maybe None by mistake.
         options = {**options, "process_group": group_of(options["process_group"])}
     options = {**DEFAULTS, **options}
-    if options["idle"] not in IDLE:
-        raise InvalidValueError(
-            f"idle is {options['idle']!r}, not one of its values{suggest(str(options['idle']), IDLE)}"
-        )
+    check_choice(options["idle"], "idle", IDLE)
     if not isinstance(options["vocabulary"], Vocabulary | None):
         raise InvalidTypeError(
             f"vocabulary is a {type(options['vocabulary']).__name__} but must be a speedtransfer.Vocabulary; pass "

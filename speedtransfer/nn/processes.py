@@ -137,17 +137,14 @@ def _all_rows(handle: Handle, owners: Sharded) -> Tensor:
         # It has all of them, in this order.
         return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=dtype, device="cpu")
     whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=dtype, device="cpu")
+    sizes = [partition.size(rank) for rank in range(exchange.ranks)]
     for chunk in row_chunks(partition.per_rank, dim * dtype.itemsize):
-        counts = [max(0, min(chunk.stop, partition.size(rank)) - chunk.start) for rank in range(exchange.ranks)]
-        count = counts[exchange.rank]
-        values = (
-            rows.whole("weight", chunk.start, chunk.start + count)
-            if count
-            else torch.empty(0, dim, dtype=dtype, device="cpu")
-        )
-        sends = [count, *none[1:]]
-        (got,) = exchange.move("rows", [Segment(values.cpu(), sends, counts if exchange.rank == 0 else none)])
+        parts = [slice(min(chunk.start, size), min(chunk.stop, size)) for size in sizes]
+        counts, own = [part.stop - part.start for part in parts], parts[exchange.rank]
+        values = rows.whole("weight", own.start, own.stop).cpu()
+        sends = [len(values), *none[1:]]
+        (got,) = exchange.move("rows", [Segment(values, sends, counts if exchange.rank == 0 else none)])
         if exchange.rank == 0:
-            ids = [partition.ids_of(r, chunk.start, chunk.start + n) for r, n in enumerate(counts)]
+            ids = [partition.ids_of(rank, part.start, part.stop) for rank, part in enumerate(parts)]
             whole[torch.cat(ids)] = got
     return whole

@@ -84,11 +84,16 @@ class _Round:
     def next(self) -> _Round:
         """Return the round after this, in which what this one was asked is expected."""
         expected = dict[weakref.ref[Any], _Others]()
-        for memory, asked in self.asked.items():
-            if len(asked) > 1:
-                before, strides = self.expected.get(asked[0].module), self.firsts[memory].stride()
-                known = before is not None and before[:2] == (strides, asked[1:])
-                expected[asked[0].module] = before if known and before is not None else _named(strides, asked)
+        for memory, (first, *others) in self.asked.items():
+            if not others:
+                continue
+            found, strides = self.expected.get(first.module), self.firsts[memory].stride()
+            if found is None or found[:2] != (strides, others):
+                log.info(
+                    "lookups of %d modules by parts of one tensor of ids are made at once from now on", 1 + len(others)
+                )
+                found = _Others(strides, others, _number([first, *others]))
+            expected[first.module] = found
         return _Round(expected, {module: each for module, each in self.came.items() if each.asked is None})
 
     def ask(self, module: Any, reference: weakref.ref[Any], ids: Tensor) -> Any:
@@ -128,11 +133,6 @@ class _Round:
         for each, ticket, (other, beside) in zip(others.asked, tickets[1:], pairs[1:], strict=True):
             self.came[other] = _Came.of(beside, ticket, each)
         return tickets[0]
-
-
-def _named(strides: tuple[int, ...], asked: list[_Asked]) -> _Others:
-    log.info("lookups of %d modules by parts of one tensor of ids are made in one exchange from now on", len(asked))
-    return _Others(strides, asked[1:], _number(asked))
 
 
 def _number(asked: Iterable[_Asked | _Argument]) -> int:
@@ -252,11 +252,7 @@ class _Rounds(threading.local):
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Exchange, _Round] = weakref.WeakKeyDictionary()
         self.forwards: weakref.WeakKeyDictionary[nn.Module, _Forwards] = weakref.WeakKeyDictionary()
-        self.now: Callable[[], _Forwards | None] = _none
-
-
-def _none() -> None:
-    """Return None, as a reference to what is gone does."""
+        self.now: Callable[[], _Forwards | None] = lambda: None
 
 
 _rounds = _Rounds()

@@ -157,7 +157,7 @@ class ShardedTable:
         return self.torch().numpy()
 
     def __getattr__(self, name: str) -> Any:
-        # What is the same for all rows: dim, dtype, device, memory, layout, cache_rows, planes, path, version.
+        # What is asked of any table.
         if name in ("dim", "dtype", "device", "memory", "layout", "cache_rows", "planes", "path", "version", "nbytes"):
             return getattr(self.local, name)
         raise AttributeError(f"a table of several processes has no {name!r}; .local is the table of this one", obj=self)

@@ -112,7 +112,7 @@ class Ticket:
         if table._place.turns is not None:
             return  # the process that this one was forked from may be writing: the lookup takes care of it
         planes = None if training or rows.lag is not None else ("weight",)
-        self._task = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
+        self._task = begin_to_read(rows, self._ids.view(self.shape), padding_idx, planes, self._asked)
         begin_to_wait(self)
 
     def __del__(self) -> None:

@@ -78,8 +78,9 @@ def _named(weight: Any, index: Any) -> _Named | None:
     if handle.aliased and not handle.rows.lag and not is_trained(weight, handle):
         return None
     if isinstance(index, slice):
-        rows = range(*index.indices(num_rows))
-        ids, within = _range(rows) if rows else None, slice(None)
+        rows, within = range(*index.indices(num_rows)), slice(None)
+        # With an explicit device: the default of torch may be another.
+        ids = torch.arange(rows.start, rows.stop, rows.step, device="cpu") if rows else None
     else:
         ids, within = _listed(index, num_rows)
     if ids is None or not len(ids) or len(ids) > max(1, num_rows // _FEW):
@@ -113,11 +114,6 @@ def _listed(index: Any, num_rows: int) -> tuple[Tensor | None, Any]:
         return None, None
     in_range = -num_rows <= number < num_rows
     return torch.tensor([number % num_rows], device="cpu") if in_range else None, 0
-
-
-def _range(rows: range) -> Tensor:
-    # With an explicit device: the default of torch may be another.
-    return torch.arange(rows.start, rows.stop, rows.step, device="cpu")
 
 
 def _without_gradients(
