@@ -45,7 +45,7 @@ class TestCompiled(OnHost):
 class TestByTorch(OnHost):
     @pytest.fixture(autouse=True)
     def by_torch(self, monkeypatch):
-        monkeypatch.setattr(host, "_move", lambda *rows: False)
+        monkeypatch.setattr(host, "_move", lambda *rows, **how: False)
 
 
 def guarded(num_bytes):
