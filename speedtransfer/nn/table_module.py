@@ -12,7 +12,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.eager import tracing_mode
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
-from speedtransfer.nn import weight_rows  # noqa: F401
+from speedtransfer.nn import autograd_grad, weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate, rows_for_lookup
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import new_key, register

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn import fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
@@ -22,11 +19,7 @@ from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.tracing import in_transform
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, is_trained, rowless, special, with_whole
 from speedtransfer.optim import Handle
-from speedtransfer.optim.anchor import Arrived, collected
-from speedtransfer.optim.graph import as_tensor, edges_to, forgets_inputs, listen
-from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.optim.whole_gradient import hooked, of_all_rows
-from speedtransfer.tables import padded_anew
+from speedtransfer.optim.graph import as_tensor, forgets_inputs, listen
 
 
 def _moved(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,100 +279,6 @@ def _embedding_bag(
     return bag_lookup(active, offsets, per_sample_weights, mode, scale_grad_by_freq, include_last_offset, sparse)
 
 
-# --- torch.autograd.grad ----------------------------------------------------------------------------------------------------
-
-
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``torch.autograd.grad``, which would take a weight for the whole table: ask for the node of its parameter."""
-    check_not_capturing(
-        "torch.autograd.grad of the weight of a table (make_graphed_callables)",
-        "capture the whole step (torch.cuda.graph), with backward() and the optimizer",
-        "as no optimizer would see it",
-    )
-    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    for weight in wanted:
-        handle = handle_of(weight) if isinstance(weight, TableWeight) else None
-        if handle is not None and not handle.of.owners.has_whole:
-            raise InvalidValueError(
-                f"torch.autograd.grad was asked for the gradient of {handle}, but its rows are owned by "
-                "several processes, which bring their gradients together at the end of backward(); call "
-                "backward() and use weight.grad, or give the rows: active = emb.activate(ids), ..., grad(loss, active.rows)"
-            )
-    handles = {handle_of(w) for w in wanted if isinstance(w, TableWeight)}
-    if not all(handle.requires_grad for handle in handles):
-        raise RuntimeError("One of the differentiated Tensors does not require grad")
-    for handle in handles:
-        if handle.late_hooks and handle.has_hooks():
-            handle.views.refuse_node()
-    compiled = [handle for handle in handles if handle.anchor.lookups]
-    if compiled and (kwargs.get("create_graph") or kwargs.get("is_grads_batched") or any(args[2:3])):
-        raise InvalidTypeError(
-            f"torch.autograd.grad was asked for the gradient of {compiled[0]}, which a compiled model has looked up in, to be "
-            "differentiated again (create_graph) or for many at once (is_grads_batched); leave torch.compile out there"
-        )
-    followed: list[Any] = [edges_to(handle_of(w)) if isinstance(w, TableWeight) else [w] for w in wanted]
-    flat = [*(edge for edges in followed for edge in edges), *(handle.anchor.leaf for handle in compiled)]
-    # Zeros are made below: torch makes none of the nodes of weights.
-    materialize, allowed = kwargs.pop("materialize_grads", False), kwargs.get("allow_unused")
-    if materialize and allowed is False:
-        raise ValueError(
-            f"Expected allow_unused to be True or not passed when materialize_grads=True, but got: allow_unused={allowed}."
-        )
-    allowed = allowed or materialize
-    with _asking(handles), collected(outputs, compiled) as arrived:
-        found = iter(torch.autograd.grad(outputs, flat, *args, **{**kwargs, "allow_unused": True}))
-    results: list[Tensor | None] = []
-    for weight, edges in zip(wanted, followed, strict=True):
-        parts: list[Tensor | None] = [next(found) for _ in edges]
-        result = parts[0]
-        if isinstance(weight, TableWeight):
-            result = _of_weight(handle_of(weight), parts, arrived.get(handle_of(weight), []))
-        if result is None and not allowed:
-            raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
-                "is the desired behavior."
-            )
-        if result is None and materialize:
-            result = torch.zeros_like(weight)
-        results.append(result)
-    return tuple(results)
-
-
-@contextlib.contextmanager
-def _asking(handles: set[Handle]) -> Iterator[None]:
-    """Send gradients of rows to the nodes of their parameters, where autograd finds them."""
-    for handle in handles:
-        handle.views.askers += 1
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.views.askers -= 1
-
-
-def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived]) -> Tensor | None:
-    """Return the gradient of all rows from those of the nodes of the parameter, and those of compiled lookups."""
-    if arrived:
-        rows = handle.num_rows
-        with torch.no_grad():
-            found = [
-                of_all_rows(handle, padded_anew(ids, known, rows), grad, known, rows) for ids, known, grad, _ in arrived
-            ]
-            parts = [*parts, hooked(handle, functools.reduce(torch.add, found))]
-    total: Tensor | None = None
-    for given in parts:
-        if given is None:
-            continue
-        part: Tensor = given
-        if isinstance(given, RowGradient):
-            part = given.coo() if given.sparse else given.dense()
-        if part.shape[-2] < handle.num_rows:
-            # Of rows that were used when there were fewer.
-            part = F.pad(part.to_dense(), (0, 0, 0, handle.num_rows - part.shape[-2]))
-        total = part if total is None else total + part
-    return total
-
-
 # --- the functions ----------------------------------------------------------------------------------------------
 
 _PROPERTIES = """
@@ -434,7 +333,6 @@ special.update(
         torch.full_like: _full_like,
         F.embedding: embedding,
         F.embedding_bag: _embedding_bag,
-        torch.autograd.grad: _grad,
         Tensor.detach_: _detach_in_place,
         torch.detach_: _detach_in_place,
         Tensor.view_as: _own_view,
