@@ -46,9 +46,6 @@ class Feature(nn.Embedding, VocabularyModule):
         Of the vocabulary.
     """
 
-    # Not annotated, which torch.jit would read before it is refused.
-    _keys = None  # type: FeatureKeys | None
-    _rounds = None  # type: Any
     # What the lookups of all features at once know of each.
     _fixed = frozenset(inspect.signature(nn.Embedding).parameters)
 
@@ -95,7 +92,7 @@ class Feature(nn.Embedding, VocabularyModule):
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
         weight = self._whole()
-        rows = None if self._rounds is None else self._rounds.take(self, weight, input)
+        rows: Tensor | None = self._rounds.take(self, weight, input)
         if rows is not None:
             return rows
         handle = find_handle(weight)

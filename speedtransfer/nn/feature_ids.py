@@ -58,8 +58,6 @@ class FeatureIds:
         Has the ids of a vocabulary that are found in the place of rows.
     """
 
-    _keys: FeatureKeys | None = None
-
     def __init__(self, features: dict[str, Any], keys: FeatureKeys | None = None) -> None:
         self._features, self._keys = features, keys
         # By feature: its first row, how many it has, its padding row or -1. Or the key of its id 0, nothing, and padding.

@@ -72,9 +72,6 @@ class MultiEmbedding(FeatureModules, TableModule):
     _common: tuple[str, ...] = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     # No feature can have the name of one.
     _taken = tuple(_ATTRIBUTES.split())
-    # Of the features in the vocabulary.
-    # Not annotated, which torch.jit would read before it is refused.
-    _keys = None  # type: FeatureKeys | None
 
     @takes_options
     def __init__(
@@ -111,8 +108,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type = embedding_dim, None, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.num_embeddings, self._rounds = 0, Rounds()
-        if options.get("vocabulary") is not None:
-            self._keys = FeatureKeys(len(sizes))
+        # Of the features in the vocabulary.
+        self._keys = None if options.get("vocabulary") is None else FeatureKeys(len(sizes))
+        if self._keys is not None:
             if any(padding is not None for padding in paddings.values()):
                 self.padding_idx = FeatureKeys.PADDING
             if _weight is not None:
