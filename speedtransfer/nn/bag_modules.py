@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.feature import FeatureModules
+from speedtransfer.nn.feature_ids import by_feature
 from speedtransfer.nn.jagged import Bags, flat_weights, of_keys, of_part
 
 MODES = ("sum", "mean", "max")
@@ -98,26 +99,14 @@ class BagModules(FeatureModules):
             )
         return [part.unsqueeze(1) if given.dim() == 2 else part for part in given.unbind(1)]
 
-    def _by_feature(self, given: Any, what: str) -> dict[str, Any]:
-        """Return what is given as a mapping, or as a sequence of one for each feature; raise for other names."""
+    def _by_feature(self, given: Any, what: str) -> Mapping[str, Any]:
+        """Return what is given for each feature, by name."""
         if not isinstance(given, Mapping | list | tuple):
             raise InvalidTypeError(
                 f"{what} is a {type(given).__name__} but must be of each of {len(self.features)} features; pass a list or a "
                 "dict, or as ids what has keys(), values() and offsets()"
             )
-        if not isinstance(given, Mapping):
-            if len(given) != len(self.features):
-                raise InvalidValueError(
-                    f"{what} is a {type(given).__name__} of {len(given)} but there are {len(self.features)} features; "
-                    "pass one for each"
-                )
-            return dict(zip(self.features, given, strict=True))
-        for name in given:
-            if name not in self.features:
-                raise InvalidValueError(
-                    f"{what} has {name!r}, which is not a feature{suggest(str(name), self.features)}"
-                )
-        return dict(given)
+        return by_feature(given, self.features, what)
 
     def _check_names(self, names: list[str]) -> None:
         """Raise unless `names` are those of all features."""

@@ -111,17 +111,7 @@ class FeatureIds:
         return FeatureRows(FoundRows(index, source=source), padded, shapes, by_name)
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
-        names = list(self._features)
-        if not isinstance(ids, Mapping):
-            if len(ids) != len(names):
-                raise InvalidValueError(
-                    f"ids is a {type(ids).__name__} of {len(ids)} but there are {len(names)} features; pass the ids of each, "
-                    "or a dict with those of some"
-                )
-            ids = dict(zip(names, ids, strict=True))
-        for name in ids:
-            if name not in self._features:
-                raise InvalidValueError(f"ids has {name!r}, which is not a feature{suggest(str(name), names)}")
+        ids = by_feature(ids, self._features, "ids")
         if self._keys is None and ids and all(map(_is_read, ids.values())):
             return torch.cat(tuple(ids.values())), {name: part.shape for name, part in ids.items()}
         parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
@@ -163,6 +153,20 @@ class FeatureIds:
                 break
             position -= shape.numel()
         raise self._features[name].out_of_range(value, position, shape, name)
+
+
+def by_feature(given: Any, features: Mapping[str, Any], what: str) -> Mapping[str, Any]:
+    """Return what is given as a mapping, or as a sequence of one for each feature; raise for other names."""
+    if not isinstance(given, Mapping):
+        if len(given) != len(features):
+            raise InvalidValueError(
+                f"{what} is a {type(given).__name__} of {len(given)} but there are {len(features)} features; pass one for each"
+            )
+        return dict(zip(features, given, strict=True))
+    for name in given:
+        if name not in features:
+            raise InvalidValueError(f"{what} has {name!r}, which is not a feature{suggest(str(name), features)}")
+    return given
 
 
 def found_by(ticket: Ticket, number: int | None = None) -> FeatureRows:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -198,16 +199,21 @@ def _check(name: str, offsets: Tensor, count: int, place: int = 0, exact: bool =
         raise InvalidValueError(
             f"offsets of feature {name!r} begin with {array[:1].tolist()}; pass where each bag begins, the first at 0"
         )
-    falls = array[1:] < array[:-1]
-    if falls.any():
-        bad = 1 + int(falls.argmax())
-        raise InvalidValueError(
-            f"offsets[{place + bad}] of feature {name!r} is {array[bad]} after {array[bad - 1]} but bags follow each other; "
-            "pass offsets that never fall"
-        )
+    check_order(array, f"feature {name!r}", place)
     if len(array) and (array[-1] > count or (exact and array[-1] != count)):
         raise InvalidValueError(
             f"offsets of feature {name!r} go to {array[-1]} but there are {count} ids; pass the ids and offsets of one batch"
+        )
+
+
+def check_order(offsets: np.ndarray, of: str, place: int = 0) -> None:
+    """Raise where offsets, the first of which is at `place`, fall."""
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        bad = 1 + int(falls.argmax())
+        raise InvalidValueError(
+            f"offsets[{place + bad}] of {of} is {offsets[bad]} after {offsets[bad - 1]} but bags follow each other; pass "
+            "offsets that never fall"
         )
 
 

@@ -13,6 +13,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.jagged import check_order
 from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
 from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, sum_rows
@@ -234,11 +235,5 @@ def _checked_offsets(offsets: Tensor, count: int, handle: Handle) -> Tensor:
             )
         return offsets
     # Torch looks at the first and the last.
-    falls = array[1:] < array[:-1]
-    if falls.any():
-        bad = 1 + int(falls.argmax())
-        raise InvalidValueError(
-            f"offsets[{bad}] of {handle} is {array[bad]} after {array[bad - 1]} but bags follow each other; pass offsets that "
-            "begin at 0 and never fall"
-        )
+    check_order(array, str(handle))
     return torch.from_numpy(array)

@@ -267,13 +267,18 @@ def to_row_numbers(handle: Handle, ids: Any, padding_idx: int | None) -> tuple[A
     if id_space.come_and_go:
         # A lookup finds, or admits, them.
         return ids, id_space.padding_row(padding_idx)
-    if isinstance(ids, UniqueRows):
-        raise InvalidTypeError(
-            f"{handle} looks {id_space.kind} up, but got UniqueRows, which are numbers of rows; pass the ids, or the ticket "
-            "of its own prefetch()"
-        )
+    refuse_unique_rows(handle, ids)
     source = ids.source if isinstance(ids, FoundRows) else ((), (ids,))
     return FoundRows(id_space.find(rows_in(ids)), source=source), id_space.padding_row(padding_idx)
+
+
+def refuse_unique_rows(handle: Handle, ids: Any) -> None:
+    """Raise for numbers of rows where ids are looked up."""
+    if isinstance(ids, UniqueRows):
+        raise InvalidTypeError(
+            f"{handle} looks {handle.id_space.kind} up, but got UniqueRows, which are numbers of rows; pass the ids, or the "
+            "ticket of its own prefetch()"
+        )
 
 
 def known_again(handle: Handle | None, found: Any) -> Any:

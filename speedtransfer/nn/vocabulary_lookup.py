@@ -13,9 +13,8 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, to_device
 from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket, refuse_unique_rows
 from speedtransfer.optim import VocabularyIds
-from speedtransfer.tables import UniqueRows
 from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
 
 
@@ -101,11 +100,7 @@ def _given(id_space: VocabularyIds, ids: Any) -> Tensor:
     if isinstance(ids, Ticket):
         ids.check(handle)
         ids = ids.source
-    elif isinstance(ids, UniqueRows):
-        raise InvalidTypeError(
-            f"{handle} has a vocabulary and looks ids up, but got UniqueRows, which are numbers of rows; pass the ids, or the "
-            "ticket of its own prefetch()"
-        )
+    refuse_unique_rows(handle, ids)
     if handle.table.device.type == "cuda":
         check_not_capturing(f"a lookup in {handle}, whose ids the host maps to rows,", "leave it out of the graph")
     return as_ids(ids)
