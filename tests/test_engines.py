@@ -146,11 +146,8 @@ class TestMappedLogic(PaddingCases, OnCpu):
 
     def test_more_than_2_to_the_31_elements(self, engine):
         plane = sparse_plane(2**31 // 64 + 1000, 64)
-        index, rows, out = (
-            torch.tensor([len(plane) - 1, 0, 2**31 // 64, 2**30 // 64]),
-            torch.randn(4, 64),
-            torch.zeros(4, 64),
-        )
+        index = torch.tensor([len(plane) - 1, 0, 2**31 // 64, 2**30 // 64])
+        rows, out = torch.randn(4, 64), torch.zeros(4, 64)
         engine.scatter([plane], index, [rows])
         assert torch.equal(plane[index], rows)
         engine.gather([plane], index, [out])

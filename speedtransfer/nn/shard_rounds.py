@@ -22,6 +22,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from speedtransfer.nn.fused_lookup import FusedPart, is_read_together, look_up_together
 from speedtransfer.nn.rounds import Place, may_have_parts
 from speedtransfer.nn.ticket import Ticket, open_tickets
+from speedtransfer.nn.tracing import in_transform
 from speedtransfer.ranks import Exchange
 
 log = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ def watch(model: nn.Module) -> None:
 
 
 def _begin_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_transform():
         return
     leaves, _ = tree_flatten_with_path((args, kwargs))
     forwards = _rounds.forwards.get(model)
@@ -274,7 +275,7 @@ def ask(module: Any, ids: Any) -> Any:
 
 def _may_ask(module: Any, ids: Any) -> bool:
     """Tell whether rows may be asked for before or after their turn."""
-    if not may_have_parts(ids) or ids.is_inference():
+    if not may_have_parts(ids) or ids.is_inference() or in_transform():
         return False
     handle = module._handle
     if handle is None or handle.owners.has_whole or not is_read_together(module):

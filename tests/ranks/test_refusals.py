@@ -31,6 +31,7 @@ emb(ids()) @ emb.weight.t()
 setattr(emb.weight, "data", torch.zeros(ROWS + 1, DIM)) -> ^Invalid
 torch.optim.LBFGS(emb.parameters()).step(lambda: emb(ids()).sum()) -> LBFGS
 emb.weight == 0
+torch.func.vmap(multi["x"])(ids()[None] % 3)
 emb.weight.sum()
 (emb.weight.grad == 0).sum()
 (emb.weight.grad == 0).any()
