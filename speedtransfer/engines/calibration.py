@@ -99,13 +99,10 @@ class Calibration:
         best = min(pairs, key=total)
         return dict(zip(DIRECTIONS, best, strict=True))
 
-    def measured(self, plane_bytes: int) -> bool:
-        """Tell whether there are points for a plane of `plane_bytes`."""
-        return any(point.plane_bytes == plane_bytes for point in self.points)
-
     def joined(self, newer: Calibration) -> Calibration:
         """Return these points and those of `newer`, which replace these for planes of the same size."""
-        kept = [point for point in self.points if not newer.measured(point.plane_bytes)]
+        sizes = {point.plane_bytes for point in newer.points}
+        kept = [point for point in self.points if point.plane_bytes not in sizes]
         return Calibration(newer.machine, [*kept, *newer.points], newer.copy_bytes_per_s)
 
     def save(self) -> Path:

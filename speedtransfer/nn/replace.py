@@ -115,24 +115,13 @@ def replace_embeddings(
     check_model(model)
     if options["process_group"] is None:
         replicas.check_not_wrapped(model)
-    if isinstance(names, Iterable):
-        names = [names] if isinstance(names, str) else list(names)
-        odd = next((pattern for pattern in names if not isinstance(pattern, str)), None)
-        if odd is not None:
-            raise InvalidTypeError(
-                f"names holds {odd!r} ({type(odd).__name__}), no pattern; pass strings, such as '*.embed'"
-            )
-    elif names is not None and not callable(names):
-        raise InvalidTypeError(
-            f"names is {names!r} but must be a pattern, several or a function; pass for instance 'user*'"
-        )
+    names = _checked_names(names)
     report, found, users = Replaced(), {}, _users(model)
     groups, apart = _groups(model, fuse, names, min_rows, min_bytes, options, users)
     inside = tuple(group.inside(name) for name, group in groups.items())
     for name, module in model.named_modules(remove_duplicate=False):
-        if name.startswith(inside):
-            continue
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):
+        is_theirs = isinstance(module, nn.Embedding | nn.EmbeddingBag) and not isinstance(module, TableModule | Feature)
+        if name.startswith(inside) or not is_theirs:
             continue
         if not _wanted(name, module, names):
             report.left[name] = "not among the names asked for"
@@ -140,43 +129,23 @@ def replace_embeddings(
             report.left[name] = f"it has {module.num_embeddings} rows, fewer than min_rows={min_rows}"
         elif (num_bytes := _weight_bytes(module)) < min_bytes:
             report.left[name] = f"its weight has {num_bytes:,} bytes, fewer than min_bytes={min_bytes:,}"
-        elif problem := _problem(module, options) or (options["vocabulary"] is not None and _shared(module, users)):
+        elif problem := _problem(module, options, users):
             if strict:
                 raise InvalidValueError(f"embedding {name!r} {problem}")
             report.left[name] = f"it {problem}"
         else:
             found[name] = module
-    if names is not None and not callable(names):
-        asked = [
-            name
-            for name, it in model.named_modules(remove_duplicate=False)
-            if isinstance(it, nn.Embedding | nn.EmbeddingBag) or is_collection(it)
-        ]
-        for pattern in names:
-            if not any(fnmatchcase(name, pattern) for name in asked):
-                raise InvalidValueError(
-                    f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked) if asked else ''}"
-                )
-    count = len({id(it.weight) for it in found.values()}) + len({id(each) for each in groups.values()})
+    _check_matched(names, model)
+    distinct = dict.fromkeys(groups.values())
+    count = len({id(it.weight) for it in found.values()}) + len(distinct)
     if options["path"] is not None and count > 1 and not os.path.isdir(options["path"]):
         raise InvalidValueError(
             f"path is {os.fspath(options['path'])!r}, the file of one table, but there are {count} to be made; choose one by "
             "names, or call this for each"
         )
     # All tables are made, one for each weight, before the first module is changed: an error leaves the model as it was.
-    handles: dict[int, Handle] = {}
-    for name, module in found.items():
-        weight = module.weight
-        if id(weight) not in handles and not weight.is_meta:
-            shape, device, dtype = (len(weight), weight.shape[1]), weight.device, weight.dtype
-            own, padding = options, module.padding_idx
-            if options["vocabulary"] is not None:
-                own = TableOptions(**{**options, "vocabulary": options["vocabulary"].copy()})
-            handle = find_handle(weight) or make_handle(
-                weight.detach(), shape, device, dtype, weight.requires_grad, own, padding
-            )
-            handles[id(weight)], handle.name = handle, name
-    for group in {id(each): each for each in groups.values()}.values():
+    handles = _handles(found, options)
+    for group in distinct:
         group.make(options)
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
@@ -199,6 +168,52 @@ def replace_embeddings(
     if options["process_group"] is not None and report:
         watch(model)
     return report
+
+
+def _checked_names(names: Any) -> list[str] | Callable[[str, nn.Module], bool] | None:
+    """Return a list of patterns, a function, or None."""
+    if names is None or callable(names):
+        return names
+    if not isinstance(names, Iterable):
+        raise InvalidTypeError(
+            f"names is {names!r} but must be a pattern, several or a function; pass for instance 'user*'"
+        )
+    names = [names] if isinstance(names, str) else list(names)
+    for pattern in names:
+        if not isinstance(pattern, str):
+            raise InvalidTypeError(
+                f"names holds {pattern!r} ({type(pattern).__name__}), no pattern; pass strings, such as '*.embed'"
+            )
+    return names
+
+
+def _check_matched(names: Any, model: nn.Module) -> None:
+    """Raise for a pattern that no embedding's name matches."""
+    asked = [
+        name
+        for name, it in model.named_modules(remove_duplicate=False)
+        if isinstance(it, nn.Embedding | nn.EmbeddingBag) or is_collection(it)
+    ]
+    for pattern in names if isinstance(names, list) else ():
+        if not any(fnmatchcase(name, pattern) for name in asked):
+            raise InvalidValueError(
+                f"names has {pattern!r}, but no embedding has such a name{suggest(pattern, asked) if asked else ''}"
+            )
+
+
+def _handles(modules: dict[str, Any], options: TableOptions) -> dict[int, Handle]:
+    """Make a table for each weight of `modules` that has values, and return their handles by the id of the weight."""
+    handles: dict[int, Handle] = {}
+    for name, module in modules.items():
+        weight = module.weight
+        if id(weight) not in handles and not weight.is_meta:
+            own = options
+            if options["vocabulary"] is not None:
+                own = TableOptions(**{**options, "vocabulary": options["vocabulary"].copy()})
+            about = tuple(weight.shape), weight.device, weight.dtype, weight.requires_grad, own, module.padding_idx
+            handle = find_handle(weight) or make_handle(weight.detach(), *about)
+            handles[id(weight)], handle.name = handle, name
+    return handles
 
 
 def _groups(
@@ -250,8 +265,8 @@ def _weight_bytes(module: nn.Embedding | nn.EmbeddingBag) -> int:
     return module.num_embeddings * module.embedding_dim * itemsize
 
 
-def _problem(module: nn.Embedding | nn.EmbeddingBag, options: TableOptions) -> str | None:
-    """Return why a module cannot have a table, if it cannot."""
+def _problem(module: nn.Embedding | nn.EmbeddingBag, options: TableOptions, users: dict[int, set[str]]) -> str | None:
+    """Return why a module cannot have a table, if it cannot; `users`: the modules that have each parameter."""
     weight = module._parameters.get("weight")
     if weight is None:
         return "has a weight that something computes (a parametrization); remove that, and register it again afterwards"
@@ -266,7 +281,7 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag, options: TableOptions) -> s
         return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
     if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):
         return f"is a {type(module).__name__}, whose rows are not trained by an optimizer"
-    return None
+    return None if options["vocabulary"] is None else _shared(module, users)
 
 
 def _shared(module: nn.Module, users: dict[int, set[str]]) -> str | None:
