@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from cases import raising, take_step
-from refusals import check_refused, refusals
+from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -485,8 +485,9 @@ def test_two_modules_of_one_weight():
     assert torch.equal(first(ids(10)), second(ids(10)))
     dense = nn.Embedding(4, DIM)
     dense.weight = first.weight
-    with pytest.raises(InvalidTypeError, match="in the order in which ids came"):
-        dense(ids(1))
+    for call in ("dense(ids(1))", "dense.weight[1]", "dense.weight[np.int64(1)]", "dense.weight[ids(1)[0]]"):
+        refusal = Refusal(call, "InvalidTypeError", "in the order in which ids came")
+        check_refused(refusal, dense=dense, ids=ids, np=np)
 
 
 # --- ids that are admitted after the step that follows their lookup: as if they were looked up again then -----------------

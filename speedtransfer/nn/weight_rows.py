@@ -142,16 +142,25 @@ def _without_gradients(
     return with_copy(func, weight, rows, rows.whole(), within)
 
 
+def _are_numbers(index: Any) -> bool:
+    """Tell whether an index is the number of a row, or those of several."""
+    if isinstance(index, Tensor):
+        return index.dtype in (torch.int64, torch.int32)
+    if isinstance(index, list):
+        return bool(index) and all(type(i) is int for i in index)
+    return type(index) is int or (isinstance(index, np.ndarray | np.integer) and index.dtype.kind in "iu")
+
+
 def _rows_at(weight: Any, index: Any) -> Any:
     """Replace ``weight[index]``."""
     if not isinstance(weight, TableWeight | WeightData) or in_transform():
         return NotImplemented
     first, rest = _parts(index)
     handle = handle_of(weight)
-    rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
-    rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
-    if rows or type(first) is int:
+    numbers = _are_numbers(first)
+    if numbers:
         check_named_by_row(handle.of)
+    rows = numbers and (isinstance(first, list) or (isinstance(first, Tensor) and first.dim() > 0))
     # With others, indices are broadcast with one another.
     if rows and has_table(weight) and all(isinstance(part, slice) for part in rest):
         ids = first if isinstance(first, Tensor) else torch.as_tensor(first, device="cpu")
