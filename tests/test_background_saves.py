@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on: what was there when they were asked for, to the bit, or an error."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -210,6 +211,14 @@ def test_a_write_that_nobody_sees_ends_the_save(tmp_path, monkeypatch):
     one.steps(1, 3)
     one.save(tmp_path / "saved", background=True).wait()
     assert checksums(tmp_path / "saved") != before
+
+
+def test_a_step_may_begin_as_the_end_is_checked(monkeypatch):
+    table = st.Table(4, 2)
+    versions = itertools.chain([table.version], itertools.repeat(-1))
+    snapshot = table.snapshot(100, {})
+    monkeypatch.setattr(st.Table, "version", property(lambda table: next(versions)))
+    snapshot.check()
 
 
 def test_errors_are_told_once(tmp_path, monkeypatch):

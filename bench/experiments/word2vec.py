@@ -309,3 +309,12 @@ def _compared(group: GroupResult, case: CaseResult) -> str:
             found[verdict].append(f"{name} {value:+.3f} [{low:+.3f}, {high:+.3f}]")
         parts += [f"{kind}, {verdict}: {', '.join(shown)}" for verdict, shown in found.items() if shown]
     return "; ".join(parts)
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return how fast ours is beside gensim, and on how many sets it is better or not."""
+    found = [verdict.strip("*").partition(" beyond ")[0] for _, verdict in verdicts(case)]
+    if not found:
+        return ""
+    counts = (f"{found.count(verdict)} {verdict}" for verdict in dict.fromkeys(found))
+    return f"{ratio(group, case):.2f}x gensim's words/s; of {len(found)} sets {', '.join(counts)}"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 # How much of a file is reserved at once, at least.
@@ -45,8 +46,12 @@ class Aside:
         self._num_rows, self._scratch = len(next(iter(planes.values()))), scratch
         self._row_bytes = max(sum(self._widths.values()), 1)
         self._in_memory = min(self._num_rows, most_bytes // self._row_bytes)
-        # Memory that nobody has written takes none.
-        self._memory = {name: np.empty((self._in_memory, width), np.uint8) for name, width in self._widths.items()}
+        # Memory that nobody has written takes none. By torch: NumPy asks for large pages, for whose first use a step waits
+        # while the system makes them.
+        self._memory = {
+            name: torch.empty((self._in_memory, width), dtype=torch.uint8, device="cpu").numpy()
+            for name, width in self._widths.items()
+        }
         self._files, self._reserved, self._used = dict[str, _File](), 0, 0
 
     def take(self, count: int) -> tuple[int, dict[str, np.ndarray]] | None:

@@ -188,11 +188,11 @@ class Snapshot:
         if self._settled:
             return
         until = time.monotonic() + _STEP_S
-        while self._whole and self._table.version != self._version and time.monotonic() < until:
-            # Perhaps a write that is going on.
+        # Asked once: others go on writing, and at one moment none does.
+        while (differs := self._table.version != self._version) and self._whole and time.monotonic() < until:
             time.sleep(0.001)
         same = all(self._table._planes.get(name) is plane for name, plane in self._planes.items())
-        if not (self._whole and same and self._table.version == self._version):
+        if differs or not (self._whole and same):
             raise StorageError(
                 "the rows of a table were changed by other means than its methods and steps (a write to a view of all of "
                 "them, state that an optimizer gave them first) while they were saved in the background; save again, without "
