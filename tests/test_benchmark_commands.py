@@ -97,9 +97,6 @@ def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
     assert [group["title"] for group in stopped["groups"]] == ["the first"]
 
 
-# --- reports ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("suite", ["step", "cache"])  # lines and bars
 def test_pictures(suite):
     """Also of one point, for which matplotlib once found no room at a power of ten, and of nothing.

@@ -236,9 +236,6 @@ def test_a_child_does_not_wait_for_ever(tmp_path, monkeypatch):
         forks.turns.end()
 
 
-# --- modules ----------------------------------------------------------------------------------------------------------------
-
-
 def test_what_a_child_makes_is_its_own(tmp_path):
     def train():
         run = Training("mmap", tmp_path)

@@ -156,9 +156,6 @@ def test_the_check_notices_a_wrong_kernel(launches, monkeypatch):
         assert not fused_step._check(cpu)
 
 
-# --- whole trainings ----------------------------------------------------------------------------------------------------
-
-
 def twins(make, **options):
     # A trial of the optimizer makes the first step read its rows again.
     outcomes._known.clear()

@@ -226,8 +226,6 @@ def test_wrong_calls(refusal):
     check_refused(refusal, ngrams=st.NgramHash(rows=100, vocab_size=50), st=st, torch=torch, **names)
 
 
-# --- embeddings ---------------------------------------------------------------------------------------------------------
-
 VOCAB = 50
 
 

@@ -88,9 +88,6 @@ def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num):
             loss.backward()
 
 
-# --- differentiated twice -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("from_bytes", [1, buffers.SMALL_BYTES], ids=["large", "small"])
 @pytest.mark.parametrize("padding_idx", [None, 0, 3])
 def test_gradgradcheck_through_the_active_rows(padding_idx, from_bytes, monkeypatch):

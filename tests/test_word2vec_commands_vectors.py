@@ -124,9 +124,6 @@ def test_words_and_names_are_not_carried_out_by_the_terminal(folder):
     assert r"\x1b]0;owned\x07.vec" in copied
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
 def clusters(num_clusters=4, size=12, dim=16, seed=0):
     rng = np.random.default_rng(seed)
     centers = rng.standard_normal((num_clusters, dim)) * 3

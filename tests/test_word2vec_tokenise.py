@@ -121,9 +121,6 @@ def test_nothing_is_left_when_stopped(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-# --- phrases ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def factbook():
     """Return the beginning of the corpus that comes with the package, as lines of words."""

@@ -128,9 +128,6 @@ Net.__module__ = Run.__module__ = "written_files"
 sys.modules["written_files"] = sys.modules[__name__]
 
 
-# --- reading them -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")

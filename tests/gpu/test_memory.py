@@ -115,9 +115,6 @@ def test_ten_thousand_calls_lose_nothing(device, kind):
     assert not plane.any()
 
 
-# --- caches of hot rows -------------------------------------------------------------------------------------------------
-
-
 def test_memory_of_a_cache_is_given_back(device):
     table = st.Table(100_000, 64, memory="pinned", device=device, cache_rows=50_000, cache_counts=torch.arange(100_000))
     index = torch.arange(60_000, 60_100, device=device)

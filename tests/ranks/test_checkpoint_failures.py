@@ -125,8 +125,6 @@ def test_loaded_while_another_saves(two, tmp_path):
         assert opened == 2
 
 
-# --- killed -----------------------------------------------------------------------------------------------------------------
-
 LIVES = {
     "in a save": ["1 save 1200"],
     "in backward, in a save": ["0 backward 3", "1 save 400"],
