@@ -41,7 +41,7 @@ class MarkedTable:
 
     def __init__(self, handle: Handle, with_state: bool, by_id: bool = False) -> None:
         self.handle = handle
-        self._id_owners: IdOwners = getattr(handle.id_space, "owners", IdOwners())
+        self._id_owners: IdOwners = handle.id_space.owners
         has_ids = handle.id_space.come_and_go
         # A copy of rows with their state may have them at the same places, but not where several processes share them out.
         self.of_ids = has_ids and (not with_state or by_id or not handle.owners.has_whole)

@@ -196,7 +196,8 @@ def test_files_of_several_processes(two, three, tmp_path):
     for facts in content["files"].values():
         load_file(tmp_path / facts["name"])
     Job(EXACT.of("one")).save(tmp_path)
-    assert len(os.listdir(tmp_path)) == 4
+    content = json.loads((tmp_path / "manifest.json").read_text())
+    assert set(os.listdir(tmp_path)) == {"manifest.json", *(facts["name"] for facts in content["files"].values())}
 
 
 # --- vocabularies ------------------------------------------------------------------------------------------------------------
