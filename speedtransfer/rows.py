@@ -329,6 +329,11 @@ class Rows(StoredPlanes):
         self.disable_catch_up()
         self.drop(*[name for name in self._codecs if name != "weight"])
 
+    def meet(self) -> None:
+        """Wait for the other processes that have the table in their memory, if there are any."""
+        if self.own is not None:
+            self.own.meet()
+
     @torch.no_grad()
     def catch_up(self, ids: Tensor | None = None, known: Known = NOTHING) -> None:
         """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
@@ -346,18 +351,19 @@ class Rows(StoredPlanes):
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
-            own = self.own or OwnRows(len(table), functools.partial(torch.arange, device=table.device), lambda: None)
+            all_rows = len(table), functools.partial(torch.arange, device=table.device)
+            size, numbers = all_rows if self.own is None else self.own[:2]
             # Others may be reading.
-            own.meet()
-            with ByteProgress("idle rows take the steps they missed", own.size * row_bytes) as bar:
-                for part in row_chunks(own.size, row_bytes):
+            self.meet()
+            with ByteProgress("idle rows take the steps they missed", size * row_bytes) as bar:
+                for part in row_chunks(size, row_bytes):
                     self._count = count
-                    ids = own.numbers(part.start, part.stop).to(table.device)
+                    ids = numbers(part.start, part.stop).to(table.device)
                     rows = self.read(ids)
                     self.write(ids, rows if self.own is not None else self._changed(part, rows))
                     bar.advance((part.stop - part.start) * row_bytes)
             self._count = count + 1
-            own.meet()
+            self.meet()
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
 

@@ -41,23 +41,11 @@ def test_every_public_name_is_in_the_api(site):
     assert wanted <= described, sorted(wanted - described)
 
 
-# What each page must have: figures, flags of commands, tabs for each build of torch, code that can be copied.
-SHOWN = {
-    "benchmarks": ("results/",),
-    "results": ("transfer.png", "idle.png"),
-    "word2vec": ("gensim", "--shared-negatives", "--checkpoint-every", "--restrict", "--max-words"),
-    "quickstart": ("copybutton.js",),
-    "memory": (),
-}
-
-
 def test_every_page_is_built_and_filled_in(site):
     notebooks = {path.stem for path in ROOT.glob("notebooks/*.ipynb")}
     for page in (f"notebooks/{name}" for name in notebooks):
         assert (site / f"{page}.html").exists(), page
     text = {path.stem: (site / f"{path.stem}.html").read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
-    for page, words in SHOWN.items():
-        assert all(word in text[page] for word in words), page
     assert not [page for page, shown in text.items() if "<!-- table: " in shown]
     labels = BeautifulSoup(text["quickstart"], "html.parser").article.select("label.tab-label")
     assert [label.get_text(strip=True) for label in labels] == ["CPU", "CUDA 13", "CUDA 12"]

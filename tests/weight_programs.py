@@ -206,7 +206,6 @@ class ProgramWorld(World):
             self.names["kept"].clear()
             model.load_state_dict({"emb.weight": rows}, strict=False, assign=True)
             self.take_over(model)
-            self.names["opt"].zero_grad()
 
     def update(self, scaler):
         """Step, or skip the step, and clear what may be infinite."""

@@ -151,7 +151,9 @@ class ModuleState(nn.Module):
                 # Where torch swaps tensors (torch.__future__), nobody has assigned it.
                 self.register_parameter("weight", weight)
             return
-        # The table keeps its memory.
+        # The table keeps its memory and its parameter; that of torch would be new and have no gradient.
+        if local_metadata.get("assign_to_params_buffers") and prefix + "weight" in state_dict:
+            self._handle.assign_gradient(None)
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         if not with_placeholders():
             self._check_saves()

@@ -390,6 +390,8 @@ class MultiEmbedding(FeatureModules, TableModule):
             return
         if self._is_waiting() and local_metadata.get("assign_to_params_buffers"):
             self._begin_with(state_dict, prefix, rest[-1])
+        elif self._has_rows() and local_metadata.get("assign_to_params_buffers"):
+            self._handle.assign_gradient(None)
         with with_weight(self, None) as double:
             nn.Module._load_from_state_dict(double, state_dict, prefix, local_metadata, *rest)
 

@@ -83,6 +83,8 @@ class StatePlanes:
         added = {planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()}
         try:
             self.rows.add_together(added | (LAST_STEPS if with_last_steps and added else {}))
+            # Others may be filling them still.
+            self.rows.meet()
             self._specs.update(specs)
             self._planes.update(planes)
             for name in planes:
@@ -194,6 +196,9 @@ class StatePlanes:
                 self.rows.place(plane, values, placement)
             if fresh is not None and len(fresh):
                 self._begin_anew(name, fresh)
+        if loaded:
+            # Others may be copying them still.
+            self.rows.meet()
         return given
 
     def _longer(self, name: str, value: Any) -> Tensor:

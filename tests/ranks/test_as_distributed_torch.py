@@ -54,23 +54,17 @@ dist.all_gather(found, net.emb.weight.grad)
 net.emb.weight.grad.copy_(found[0] - 2 * found[1])
 opt.step()
 
-# zero_grad after no_sync; a gradient that is kept goes on being the gradient
-ddp = wrapped()
-with ddp.no_sync():
-    backward(ddp)
-    net.emb.weight.grad.mul_(0.5)
-opt.zero_grad()
-backward(ddp, 1)
-opt.step()
-
-# a step in no_sync
-ddp = wrapped()
-with ddp.no_sync():
-    backward(ddp)
-opt.step()
-opt.zero_grad()
-backward(ddp, 1)
-opt.step()
+# zero_grad after no_sync, or after a step in it; a gradient that is kept goes on being the gradient
+for steps in (False, True):
+    ddp = wrapped()
+    with ddp.no_sync():
+        backward(ddp)
+        net.emb.weight.grad.mul_(0.5)
+    if steps:
+        opt.step()
+    opt.zero_grad()
+    backward(ddp, 1)
+    opt.step()
 
 # scaled in no_sync
 ddp = wrapped()

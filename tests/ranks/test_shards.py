@@ -1,7 +1,9 @@
 """Tables that several processes own, or have replicas of: the numbers, and the bits, of one process with all batches."""
 
+import copy
 import functools
 import math
+import time
 from unittest import mock
 
 import pytest
@@ -15,6 +17,8 @@ from ranks.pair import DIM, ROWS, Features, Pair, dense_of, ids, nets, rows_of, 
 from ranks.run import on
 from speedtransfer import rows as rows_module
 from speedtransfer.optim import sharded
+from speedtransfer.stored_planes import StoredPlanes
+from speedtransfer.tables import planes
 
 
 def features(rows, dim, **options):
@@ -202,6 +206,29 @@ def test_rounded_gradients_are_unbiased(kind, comm_dtype, step):
         mean, once = (float((it - wanted).abs().max() / wanted.abs().max()) for it in (sum(found) / DRAWS, found[0]))
         assert 0 < once <= step
         assert mean <= step / 6
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, functools.partial(torch.optim.Adagrad, initial_accumulator_value=0.3)]
+)
+@on(2)
+def test_nobody_steps_on_state_that_others_still_write(optimizer):
+    """One process is late to write what all write: state that was copied, and what it begins with."""
+    pair = Pair(table("shared"), table("one"), optimizer)
+
+    def late(function):
+        return lambda *args, **kwargs: (time.sleep(0.1 * dist.get_rank()), function(*args, **kwargs))[1]
+
+    with (
+        mock.patch.object(planes, "set_plane", late(planes.set_plane)),
+        mock.patch.object(StoredPlanes, "load", late(StoredPlanes.load)),
+    ):
+        for step in range(3):
+            pair.accumulate(step)
+            pair.end()
+            pair.ours, pair.opt = copy.deepcopy((pair.ours, pair.opt))
+            pair.model = pair.ours
+    assert pair.distance() < 1e-10
 
 
 # --- first weights --------------------------------------------------------------------------------------------------------
