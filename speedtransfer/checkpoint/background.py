@@ -92,13 +92,14 @@ class SnapshotRows(StoredRows):
     def _freeze(self, rows: Rows) -> Rows:
         """Return rows of a snapshot of the table, which do not change."""
         table = rows.table
-        if table.is_viewed or table.is_captured:
+        if rows.own is not None or table.is_viewed or table.is_captured:
             what = "a CUDA graph steps" if table.is_captured else "an array shares (numpy(), cupy(), DLPack)"
+            what = what if rows.own is None else "other processes write to (memory='shared')"
             raise InvalidValueError(
                 f"background=True needs to see each write of rows, but this model has a table that {what}; save without it"
             )
-        # Names of rows change with a vocabulary, and a device has its own copy of the steps.
-        if rows.lag and (type(rows.lag) is not Lag or rows.name_rows is not None or table.device.type != "cpu"):
+        # Rows of features have steps of their own, and a device has its own copy of the steps.
+        if rows.lag and (type(rows.lag) is not Lag or table.device.type != "cpu"):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()

@@ -25,7 +25,7 @@ from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import Keeps, StoredRows
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, processes_of
-from speedtransfer.errors import InvalidValueError, is_url
+from speedtransfer.errors import is_url
 from speedtransfer.ranks import Partition
 
 
@@ -68,8 +68,9 @@ def save_checkpoint(
         Return at once, and write while training goes on: what is saved is what there was when this was called, to the bit.
         Rows that a step is about to write are copied aside first: in memory, at most an eighth of the table or 1 GB, and then
         in a file beside the checkpoint. Where the disk has no room for that steps wait for the end of the save, as do growth
-        and whatever changes all rows at once. The rest of the model and the state of other objects are copied at once. Tables
-        of one process only. A later save to the same path waits for this one.
+        and whatever changes all rows at once. The rest of the model and the state of other objects are copied at once. A later
+        save to the same path waits for this one. Of several processes all write, and are done when all are; each must wait for
+        its own before ``destroy_process_group()``. Not with ``memory="shared"``.
     **objects : object
         Anything with ``state_dict()`` and ``load_state_dict()`` (``scheduler=``, ``scaler=``, ``sampler=``, more optimizers),
         or a generator of torch or NumPy. None is as if it was not there.
@@ -95,15 +96,11 @@ def save_checkpoint(
             # Whoever changes the current folder meanwhile does not mean this.
             path = os.path.abspath(path)
         place, optimizers, others = check_arguments(path, model, optimizer, objects)
-        if background and not processes.is_alone:
-            raise InvalidValueError(
-                "background=True takes tables of one process but the model has rows in several; save without it"
-            )
         # Their order is that of the calls.
         finish_earlier(place)
         place.check_target()
         is_new = not place.exists()
-    processes.prepare()
+    processes.prepare(background)
     processes.gather_ids()
     with contextlib.ExitStack() as until_saved:
         rows = until_saved.enter_context(SnapshotRows(place.scratch())) if background else StoredRows()
@@ -113,15 +110,16 @@ def save_checkpoint(
             need = bytes_of(plans, content)
         processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
         need = int(processes.numbers(need).sum())
-        plan = SavePlan(place, processes, plans, content, own, need, is_new)
         if not isinstance(rows, SnapshotRows):
-            plan.write(progress)
+            SavePlan(place, processes, plans, content, own, need, is_new).write(progress)
             return None
-        place.check_room(need)
-        if rows.scratch is not None:
-            rows.scratch.leaves = need
-        for tensors in plans.values():
-            tensors.copy()
+        with processes.together():
+            place.check_room(need)
+            if rows.scratch is not None:
+                rows.scratch.leaves = need
+            for tensors in plans.values():
+                tensors.copy()
+        plan = SavePlan(place, processes.for_thread(), plans, content, own, need, is_new)
         closing = until_saved.pop_all()
 
         def write(advance: Callable[[int], None]) -> None:
@@ -130,7 +128,8 @@ def save_checkpoint(
                 plan.write(progress is True, advance, rows.check)
 
         try:
-            return begin(place, need, write)
+            with processes.together():
+                return begin(place, need, write)
         except BaseException:
             # Without a thread nobody else lets the steps go on that wait.
             closing.close()

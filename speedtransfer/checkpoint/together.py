@@ -44,17 +44,22 @@ class Processes:
         if self._exchange is not None:
             self._exchange.agree_on_error(self._point, None)
 
-    def prepare(self) -> None:
-        """Have all rows take the steps that they have missed: in a shared table, processes wait for each other.
+    def for_thread(self) -> Processes:
+        """Return the same processes for a thread, whose messages wait for none of this one. Collective."""
+        return self if self._exchange is None else Processes(self._point, self._exchange.for_thread(self._point))
 
-        All know then how many rows each has. ProcessGroupError: a step was not made in all.
+    def prepare(self, background: bool = False) -> None:
+        """Have all rows take the steps that they have missed, unless a thread sees to it (`background`).
+
+        In a shared table processes wait for each other. All know then how many rows each has. ProcessGroupError: a step was
+        not made in all.
         """
         for handle in self._handles:
             handle.step.recover()
         self.check_same(", ".join(dict.fromkeys(handle.owners.so_far for handle in self._handles)))
         for handle in self._handles:
             # A child of fork copies the rows of its parent.
-            if handle.table.writable:
+            if handle.table.writable and not background:
                 handle.rows.catch_up()
             # Ids that were given rows without a lookup have let tables grow.
             handle.id_space.owners.tell_sizes()

@@ -108,12 +108,19 @@ class Exchange:
 
     def make_beside(self, point: str, about: str = "") -> Any:
         """Return another group of the same processes, which meet for it as in `agree`. Collective."""
-        options = getattr(self.group._get_backend(torch.device("cpu")), "options", None)
+        has_gloo = "cpu:gloo" in dist.get_backend_config(self.group)
+        options = getattr(self.group._get_backend(torch.device("cpu")), "options", None) if has_gloo else None
         timeout = getattr(options, "_timeout", dist.default_pg_timeout)
         # Not `new_group`, which all processes call, or else name a group by how many they have, maybe not equally many.
         number = int(self.agree(point, [secrets.randbits(63)], about)[0, 0])
         store = dist.distributed_c10d.PrefixStore(f"speedtransfer/{number}", dist.distributed_c10d._get_default_store())
         return dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
+
+    def for_thread(self, point: str) -> Exchange:
+        """Return another of the same processes, for a thread, whose messages wait for none of these. Collective."""
+        made = Exchange(self.group)
+        made._apart, made.on_host = self.make_beside(point), True
+        return made
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -346,8 +353,9 @@ class Exchange:
     def from_first(self, values: Tensor) -> Tensor:
         """Return the values that rank 0 has, ``values`` there."""
         moved = values.contiguous().view(torch.uint8).to(self._device())
+        messages = self._messages()
         with self.told_of_failure("takes values of rank 0"):
-            dist.broadcast(moved, self.members[0], group=self.group)
+            messages.broadcast(moved, 0).wait()
         self.traffic.calls += 1
         return moved.view(values.dtype).to(values.device)
 

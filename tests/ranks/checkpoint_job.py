@@ -114,9 +114,10 @@ class Job:
             self.done += 1
         return self
 
-    def save(self, path):
+    def save(self, path, **how):
         extra = {"done": self.done, "note": self.note}
-        st.save_checkpoint(path, self.net, self.optimizer, extra=extra, **self.objects)
+        saving = st.save_checkpoint(path, self.net, self.optimizer, extra=extra, **how, **self.objects)
+        self.wait = getattr(saving, "wait", lambda: None)
         return self
 
     def load(self, path):

@@ -60,8 +60,7 @@ for steps in (False, True):
     with ddp.no_sync():
         backward(ddp)
         net.emb.weight.grad.mul_(0.5)
-    if steps:
-        opt.step()
+    opt.step() if steps else None
     opt.zero_grad()
     backward(ddp, 1)
     opt.step()

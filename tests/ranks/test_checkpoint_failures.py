@@ -24,7 +24,7 @@ def listing(path):
     return {name: (path / name).read_bytes() for name in os.listdir(path)} if path.exists() else {}
 
 
-def save_where_one_cannot(path, old, rank, size):
+def save_where_one_cannot(path, old, rank, size, background):
     job = Job(EXACT).train(2)
     job.note = "x" * 40_000
     if old:
@@ -38,7 +38,7 @@ def save_where_one_cannot(path, old, rank, size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         with pytest.raises((StorageError, ProcessGroupError)) as raised:
-            job.save(path)
+            job.save(path, background=background).wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     dist.barrier()
@@ -49,10 +49,10 @@ def save_where_one_cannot(path, old, rank, size):
     return [unchanged, there, str(raised.value), Job(EXACT).load(path).done]
 
 
-@pytest.mark.parametrize(("old", "rank", "size"), [(False, 1, 4096), (True, 0, 50_000)])
-def test_a_disk_that_is_full_in_one_process(old, rank, size, two, tmp_path):
+@pytest.mark.parametrize("how", [(False, 1, 4096, False), (True, 0, 50_000, False), (True, 1, 4096, True)])
+def test_a_disk_that_is_full_in_one_process(how, two, tmp_path):
     """50 kB: all files are written, but not the manifest."""
-    found = two(save_where_one_cannot, tmp_path / "point", old, rank, size)
+    found, (old, rank, *_) = two(save_where_one_cannot, tmp_path / "point", *how), how
     for each, (unchanged, there, words, done) in enumerate(found):
         assert unchanged
         assert there == old

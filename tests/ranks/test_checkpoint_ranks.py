@@ -51,6 +51,8 @@ exact shared 2 > exact sharded 3
 int8 sharded 2 > int8 shared 2
 split24 shared 2 > split24 one 0
 exact sharded 2 > exact one 0
+exact sharded 2 meanwhile > exact sharded 3
+split24 sharded 2 meanwhile > split24 sharded 2
 exact one 0 > exact sharded 2
 cache sharded 2 > exact sharded 3
 exact shared 2 > exact shared 2
@@ -86,10 +88,13 @@ def assert_alike(ours, wanted, start=None):
             assert float((value - wanted[name]).abs().max()) <= 1e-10 * moved, name
 
 
-def save_and_go_on(setup, path, steps=4):
-    # The learning rate changes at the third step and at the sixth.
-    job = Job(setup).train(steps).save(path)
-    return [job.planes(), job.train(3).planes()]
+def save_and_go_on(setup, path, steps=4, background=False):
+    job = (
+        Job(setup).train(steps).save(path, background=background)
+    )  # the learning rate changes at the third step and the sixth
+    ends = [job.planes(), job.train(3).planes()]
+    job.wait()
+    return ends
 
 
 def load_and_go_on(setup, path, steps=4):
@@ -99,19 +104,19 @@ def load_and_go_on(setup, path, steps=4):
     return [job.planes(), job.train(3).planes()]
 
 
-@pytest.mark.parametrize("case", few(CASES, *CASES[:9]))
+@pytest.mark.parametrize("case", few(CASES, *CASES[:11]))
 def test_saved_by_some_loaded_by_others(case, pool, tmp_path):
     ends, before = [], ""
     place = f"local://{tmp_path}/point" if " in a store" in case else tmp_path / "point"
     forms = case.removesuffix(" in a store").split(" > ")
     for function, text in zip((save_and_go_on, load_and_go_on), forms, strict=True):
-        name, kind, world = text.split()
+        name, kind, world, *meanwhile = text.split()
         setup = SETUPS[name].of(kind)
         if name == "mmap":
             setup = dataclasses.replace(setup, options=(*setup.options, ("path", tmp_path / "rows.safetensors")))
         call = pool.of(int(world)) if world != "0" else lambda function, *args: [function(*args)]
-        ends.append(call(function, setup, place))
-        is_same, before = text == before, text
+        ends.append(call(functools.partial(function, **({"background": True} if meanwhile else {})), setup, place))
+        is_same, before = text == before, text.removesuffix(" meanwhile")
     (saved, later), *_ = ends[0]
     for planes, went_on in ends[1]:
         assert_alike(planes, saved)
@@ -210,7 +215,7 @@ SAVES = {
     "lazy": {**GROWS, "admit": 3, "evict": "lfu"},
     # Ids go, in each process apart.
     "lru": {"evict": "lru", "capacity": 90, "admit": 2, "parts": True},
-    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 120, "idle": "exact", "parts": True},
+    "lfu": {"evict": "lfu", "capacity": 6, "max_capacity": 120, "idle": "exact", "parts": True, "background": True},
     "by age": {"evict": 3, "capacity": 400, "parts": True},
 }
 
@@ -223,7 +228,7 @@ def share(step, rank):
     return ids, weights * world
 
 
-def resumed(folder, save_as, parts=False, **options):
+def resumed(folder, save_as, parts=False, background=False, **options):
     """Train, from a checkpoint on if one is given, and return how far that is from one process that trains on."""
     one = Parts(dist.get_world_size(), **options) if parts else embedding(shared=False, **options)
     pair = Pair(embedding(**options), one, torch.optim.AdamW, loss=loss, batch=share, at_once=True)
@@ -234,7 +239,7 @@ def resumed(folder, save_as, parts=False, **options):
             assert st.load_checkpoint(folder, pair.ours, pair.opt) == 7
             assert pair.ours.vocabulary.clock == SAVED
         if step == SAVED and save_as:
-            st.save_checkpoint(save_as, pair.ours, pair.opt, extra=7)
+            saving = st.save_checkpoint(save_as, pair.ours, pair.opt, extra=7, background=background)
         if step < SAVED and folder:
             pair.one_backward(step)
             pair.one_opt.step()
@@ -242,6 +247,8 @@ def resumed(folder, save_as, parts=False, **options):
         else:
             pair.backward(step)
             pair.end()
+    if save_as and background:
+        saving.wait()
     if parts:
         # As without the break, in the same rows.
         vocabularies = pair.ours.vocabulary, one.parts[dist.get_rank()].vocabulary
