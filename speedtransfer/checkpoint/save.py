@@ -108,7 +108,8 @@ def save_checkpoint(
             plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
             processes.release()
             need = bytes_of(plans, content)
-        processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
+        shards = find_shards([content["model"], content["optimizers"]])
+        processes.check_same("in the background, " * background + f"rows of {shards}")
         need = int(processes.numbers(need).sum())
         if not isinstance(rows, SnapshotRows):
             SavePlan(place, processes, plans, content, own, need, is_new).write(progress)

@@ -353,6 +353,8 @@ class Exchange:
     def from_first(self, values: Tensor) -> Tensor:
         """Return the values that rank 0 has, ``values`` there."""
         moved = values.contiguous().view(torch.uint8).to(self._device())
+        if self.is_destroyed():
+            raise self._destroyed()
         messages = self._messages()
         with self.told_of_failure("takes values of rank 0"):
             messages.broadcast(moved, 0).wait()
