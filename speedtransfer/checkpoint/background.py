@@ -19,7 +19,6 @@ from typing_extensions import Self
 from speedtransfer.checkpoint.table_rows import StoredRows
 from speedtransfer.checkpoint.tensors import PickedRows
 from speedtransfer.errors import InvalidValueError, is_url
-from speedtransfer.idle import Lag
 from speedtransfer.jit import on_this_thread
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
@@ -98,8 +97,8 @@ class SnapshotRows(StoredRows):
             raise InvalidValueError(
                 f"background=True needs to see each write of rows, but this model has a table that {what}; save without it"
             )
-        # Rows of features have steps of their own, and a device has its own copy of the steps.
-        if rows.lag and (type(rows.lag) is not Lag or table.device.type != "cpu"):
+        # Rows of a vocabulary may go to other features meanwhile, and a device has its own copy of the steps.
+        if rows.lag and not (rows.lag.is_fixed and table.device.type == "cpu"):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ class FeatureLag:
         Of the features; what a step finds of each in the optimizer's state is in ``state["features"][name]``.
     feature_of : callable
         Returns the number of the feature of each of some rows, (n,).
+    is_fixed : bool
+        Whether that is always the same.
     """
 
-    def __init__(self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor]) -> None:
-        self._names, self._feature_of = names, feature_of
+    def __init__(self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor], is_fixed: bool) -> None:
+        self._names, self._feature_of, self.is_fixed = names, feature_of, is_fixed
         self._lags = [lag.anew() for _ in names]
         self.table_bytes = lag.table_bytes
         # Those that take part in the running step.
@@ -33,6 +36,16 @@ class FeatureLag:
 
     def __bool__(self) -> bool:
         return any(self._lags)
+
+    def copy(self) -> FeatureLag:
+        """Return one that knows the steps so far, and is told of no other."""
+        made = copy.copy(self)
+        made._lags = [lag.copy() for lag in self._lags]
+        return made
+
+    def is_apart(self, plane: str) -> bool:
+        """Tell whether `catch_up` takes a plane without the others, as `Lag`."""
+        return all(lag.is_apart(plane) for lag in self._lags)
 
     @property
     def table_bytes(self) -> int:

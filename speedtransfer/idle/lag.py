@@ -44,6 +44,9 @@ class Lag:
         self._before: Any = None  # what the rule needs of the state before a step
         self._unsure: Unsure | None = None  # the newest step, if the host does not know yet whether it was made
 
+    # Whether a row is always of the same feature.
+    is_fixed = True
+
     def __bool__(self) -> bool:
         """Whether there may be rows that have missed steps."""
         return self._history.now > self._history.base or self._unsure is not None

@@ -163,7 +163,8 @@ class Features:
         if rows.lag is not None and not isinstance(rows.lag, FeatureLag):
             # Once; what they miss from now on differs.
             rows.catch_up()
-            rows.lag = FeatureLag(rows.lag, self.names, functools.partial(_feature_of, self, rows.name_rows))
+            feature_of = functools.partial(_feature_of, self, rows.name_rows)
+            rows.lag = FeatureLag(rows.lag, self.names, feature_of, not self._id_space.come_and_go)
         if rows.lag is not None:
             rows.lag.stepping = [n for n in range(len(self.names)) if self.touched >> n & 1]
 

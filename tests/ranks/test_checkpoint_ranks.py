@@ -247,8 +247,7 @@ def resumed(folder, save_as, parts=False, background=False, **options):
         else:
             pair.backward(step)
             pair.end()
-    if save_as and background:
-        saving.wait()
+    saving.wait() if save_as and background else None
     if parts:
         # As without the break, in the same rows.
         vocabularies = pair.ours.vocabulary, one.parts[dist.get_rank()].vocabulary
