@@ -83,8 +83,9 @@ class StatePlanes:
         added = {planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()}
         try:
             self.rows.add_together(added | (LAST_STEPS if with_last_steps and added else {}))
-            # Others may be filling them still.
-            self.rows.meet()
+            if added:
+                # Others may be filling them still.
+                self.rows.meet()
             self._specs.update(specs)
             self._planes.update(planes)
             for name in planes:
