@@ -91,14 +91,18 @@ class SnapshotRows(StoredRows):
     def _freeze(self, rows: Rows) -> Rows:
         """Return rows of a snapshot of the table, which do not change."""
         table = rows.table
-        if rows.own is not None or table.is_viewed or table.is_captured:
-            what = "a CUDA graph steps" if table.is_captured else "an array shares (numpy(), cupy(), DLPack)"
-            what = what if rows.own is None else "other processes write to (memory='shared')"
+        unseen = {
+            "other processes write to (memory='shared')": rows.own is not None,
+            "a CUDA graph steps": table.is_captured,
+            "an array shares (numpy(), cupy(), DLPack)": table.is_viewed,
+        }
+        what = next((what for what, is_so in unseen.items() if is_so), None)
+        if what is not None:
             raise InvalidValueError(
                 f"background=True needs to see each write of rows, but this model has a table that {what}; save without it"
             )
-        # Rows of a vocabulary may go to other features meanwhile, and a device has its own copy of the steps.
-        if rows.lag and not (rows.lag.is_fixed and table.device.type == "cpu"):
+        # A device has its own copy of the steps.
+        if rows.lag and not (rows.lag.is_copyable and table.device.type == "cpu"):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()

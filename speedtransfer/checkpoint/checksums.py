@@ -1,4 +1,4 @@
-"""Checksums of data files: XXH3 of 128 bits, which costs less than a copy of the bytes; SHA-256 in files of earlier versions.
+"""Checksums of data files: XXH3 of 128 bits; SHA-256 in files of earlier versions.
 
 They tell damage, not forgery: whoever can write the files can write the manifest.
 """

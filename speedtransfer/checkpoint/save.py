@@ -47,7 +47,7 @@ def save_checkpoint(
 
     Tables are streamed in chunks of 16 MB. The checkpoint at `path` is replaced in one go at the end: whatever happens
     before, the old one stays whole, so the disk must have room for both. No pickle: tensors go to safetensors files, the
-    rest to `manifest.json`, with SHA-256 checksums. The states of the random number generators of Python, NumPy and torch are
+    rest to `manifest.json`, with checksums. The states of the random number generators of Python, NumPy and torch are
     saved too.
 
     Parameters
@@ -111,8 +111,10 @@ def save_checkpoint(
         shards = find_shards([content["model"], content["optimizers"]])
         processes.check_same("in the background, " * background + f"rows of {shards}")
         need = int(processes.numbers(need).sum())
+        writers = processes.for_thread() if background else processes
+        plan = SavePlan(place, writers, plans, content, own, need, is_new)
         if not isinstance(rows, SnapshotRows):
-            SavePlan(place, processes, plans, content, own, need, is_new).write(progress)
+            plan.write(progress)
             return None
         with processes.together():
             place.check_room(need)
@@ -120,7 +122,6 @@ def save_checkpoint(
                 rows.scratch.leaves = need
             for tensors in plans.values():
                 tensors.copy()
-        plan = SavePlan(place, processes.for_thread(), plans, content, own, need, is_new)
         closing = until_saved.pop_all()
 
         def write(advance: Callable[[int], None]) -> None:

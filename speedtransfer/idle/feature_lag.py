@@ -23,12 +23,14 @@ class FeatureLag:
         Of the features; what a step finds of each in the optimizer's state is in ``state["features"][name]``.
     feature_of : callable
         Returns the number of the feature of each of some rows, (n,).
-    is_fixed : bool
-        Whether that is always the same.
+    is_copyable : bool
+        Whether a row is always of the same feature, so that a copy stays right while training goes on.
     """
 
-    def __init__(self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor], is_fixed: bool) -> None:
-        self._names, self._feature_of, self.is_fixed = names, feature_of, is_fixed
+    def __init__(
+        self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor], is_copyable: bool
+    ) -> None:
+        self._names, self._feature_of, self.is_copyable = names, feature_of, is_copyable
         self._lags = [lag.anew() for _ in names]
         self.table_bytes = lag.table_bytes
         # Those that take part in the running step.

@@ -44,8 +44,8 @@ class Lag:
         self._before: Any = None  # what the rule needs of the state before a step
         self._unsure: Unsure | None = None  # the newest step, if the host does not know yet whether it was made
 
-    # Whether a row is always of the same feature.
-    is_fixed = True
+    # Whether a copy stays right while training goes on.
+    is_copyable = True
 
     def __bool__(self) -> bool:
         """Whether there may be rows that have missed steps."""
