@@ -24,7 +24,8 @@ F64 = torch.float64
 pytestmark = [
     pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph"),
     # Of torch: inductor's own use of torch.jit, and tensors that come from one graph into the next.
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:invoke_subgraph traced multiple"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]

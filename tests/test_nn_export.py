@@ -76,7 +76,7 @@ class ScaledByName(st.Embedding):
         return super(ScaledByName, self).forward(ids) * 2  # noqa: UP008 - the old way, which many models have
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 @pytest.mark.parametrize("kind", [Scaled, ScaledByName])
 def test_subclasses_keep_their_forward(kind):
     model = trained(embedding=kind, idle="exact")

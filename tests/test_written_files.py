@@ -132,7 +132,8 @@ sys.modules["written_files"] = sys.modules[__name__]
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
     with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python before 3.11.4 has none
+        archive.extractall(folder)
     return folder
 
 
