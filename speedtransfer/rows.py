@@ -40,12 +40,15 @@ class OwnRows(NamedTuple):
         How many.
     numbers : callable
         Takes start and stop, and returns some of them, (n,) int64.
+    places : callable
+        Takes rows of the table, (n,), and returns where each is among these: not from 0 to `size` where it is none of them.
     meet : callable
         Waits for the other processes, which all call it.
     """
 
     size: int
     numbers: Callable[[int, int], Tensor]
+    places: Callable[[Tensor], Tensor]
     meet: Callable[[], None]
 
 
@@ -312,6 +315,11 @@ class Rows(StoredPlanes):
         self.table._catch_up, self.table._caught_up = _weakly(self.catch_up), _weakly(self.caught_up)
         # Last: what is undone if there is one.
         self.lag = lag
+
+    @property
+    def can_be_frozen(self) -> bool:
+        """Whether a copy of this, and of what knows the missed steps, tells later what rows were; a device has its own."""
+        return not self.lag or (self.lag.is_copyable and self.table.device.type == "cpu")
 
     def disable_catch_up(self) -> None:
         """Forget the steps that rows have missed, and the last step of each."""

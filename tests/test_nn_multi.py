@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidValueError, RowIndexError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 
 SIZES, DIM, PADDING = [7, 60, 3, 21], 8, [None, 5, None, -1]
 NAMES = ["user", "item", "hour", "place"]
@@ -142,6 +142,14 @@ def test_freed_at_once(no_gc):
     table = weakref.ref(ours.table)
     del ours, active
     assert table() is None
+
+
+def test_features_alone_are_not_trained():
+    (_, kept, *_), ids = multi(), torch.tensor([1])
+    with torch.no_grad():
+        assert kept(ids).equal(kept.weight[1:2])
+    with pytest.raises(InvalidTypeError, match=r"feature '1' .* is gone"):
+        kept(ids)
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------

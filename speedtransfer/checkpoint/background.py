@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import sys
 import threading
@@ -65,10 +66,12 @@ class SnapshotRows(StoredRows):
         if not rows.table.writable:
             return super().plane(rows, name)
         stored, frozen = rows.table.stored(name), self._frozen.get(rows) or self._freeze(rows)
+        all_rows = len(stored), functools.partial(torch.arange, device="cpu")
+        size, numbers = all_rows if rows.own is None else rows.own[:2]
 
         def read(at: slice) -> Tensor:
             if frozen.lag:
-                caught_up = frozen.caught_up(torch.arange(at.start, at.stop, device="cpu"), name)
+                caught_up = frozen.caught_up(numbers(at.start, at.stop), name)
                 assert caught_up is not None
                 return caught_up[name]
             return frozen.table.chunk(name, at)
@@ -81,7 +84,7 @@ class SnapshotRows(StoredRows):
         row_bytes = rows.table.nbytes // max(len(stored), 1) if frozen.lag else None
         snapshot: Any = frozen.table
         mapped = (lambda: None) if frozen.lag else (lambda: snapshot.settled(name))
-        return PickedRows(stored, len(stored), slice, torch.no_grad()(read), row_bytes, mapped)
+        return PickedRows(stored, size, slice, torch.no_grad()(read), row_bytes, mapped)
 
     def counters(self, rows: Rows) -> dict[str, int]:
         """Return the state of stochastic rounding, after idle rows have been written."""
@@ -91,22 +94,19 @@ class SnapshotRows(StoredRows):
     def _freeze(self, rows: Rows) -> Rows:
         """Return rows of a snapshot of the table, which do not change."""
         table = rows.table
-        unseen = {
-            "other processes write to (memory='shared')": rows.own is not None,
-            "a CUDA graph steps": table.is_captured,
-            "an array shares (numpy(), cupy(), DLPack)": table.is_viewed,
-        }
+        unseen = {"a CUDA graph steps": table.is_captured, "an array shares (numpy(), cupy(), DLPack)": table.is_viewed}
         what = next((what for what, is_so in unseen.items() if is_so), None)
         if what is not None:
             raise InvalidValueError(
                 f"background=True needs to see each write of rows, but this model has a table that {what}; save without it"
             )
-        # A device has its own copy of the steps.
-        if rows.lag and not (rows.lag.is_copyable and table.device.type == "cpu"):
+        if not rows.can_be_frozen:
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
-        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES), self._memory, self.scratch)
+        own_bytes = table.nbytes if rows.own is None else table.nbytes * rows.own.size // table.num_rows
+        most_bytes = max(own_bytes // _ASIDE_PART, _ASIDE_BYTES)
+        frozen.table = table.snapshot(most_bytes, self._memory, self.scratch, rows.own)
         self._snapshots.append(frozen.table)
         self._frozen[rows] = frozen
         return frozen

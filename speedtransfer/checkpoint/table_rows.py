@@ -37,8 +37,13 @@ class StoredRows:
     is_divided = True
 
     def plane(self, rows: Rows, name: str) -> Any:
-        """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads chunks."""
-        table, stored = rows.table, rows.table.stored(name)
+        """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads chunks.
+
+        Of memory that processes share it is what this one writes of it.
+        """
+        table, stored, own = rows.table, rows.table.stored(name), rows.own
+        if own is not None:
+            return PickedRows(stored, own.size, own.numbers)
         # Those of the parent of a forked process are copied where they have missed steps.
         if not stored.is_meta and (table.writable or table.is_read_only):
             return table.plane(name)
@@ -73,9 +78,6 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
         sizes = owners.partition.saved_sizes
         keep = keeps.shard
         layout["layout"] = LAYOUT if sizes is None else {"kind": _IN_ORDER, "sizes": sizes}
-        if owners.is_shared:
-            size = owners.partition.size(owners.exchange.rank)
-            raw = {part: PickedRows(whole, size, owners.own_rows) for part, whole in raw.items()}
     parts = {}
     for part, values in raw.items():
         if isinstance(values, Tensor):

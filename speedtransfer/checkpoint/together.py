@@ -59,7 +59,7 @@ class Processes:
         self.check_same(", ".join(dict.fromkeys(handle.owners.so_far for handle in self._handles)))
         for handle in self._handles:
             # A child of fork copies the rows of its parent.
-            if handle.table.writable and not background:
+            if handle.table.writable and not (background and handle.rows.can_be_frozen):
                 handle.rows.catch_up()
             # Ids that were given rows without a lookup have let tables grow.
             handle.id_space.owners.tell_sizes()

@@ -96,6 +96,8 @@ class Feature(nn.Embedding, VocabularyModule):
         if rows is not None:
             return rows
         handle = find_handle(weight)
+        if handle is not None and handle.state is None and self._rounds.outlive():
+            self._check_not_trained(handle)
         if handle is not None and not handle.owners.has_whole:
             input = ask(self, input)
         found = find(self, weight, input)
@@ -193,6 +195,14 @@ class Feature(nn.Embedding, VocabularyModule):
                 "MultiEmbedding itself, or remove that"
             )
         return self._shared_parameters["weight"]
+
+    def _check_not_trained(self, handle: Any) -> None:
+        """Raise where gradients are wanted of rows that are among the parameters of no module."""
+        if handle.requires_grad and torch.is_grad_enabled():
+            raise InvalidTypeError(
+                f"feature {self.name!r} is looked up to be trained, but the MultiEmbedding that it is part of is gone, and "
+                "with it the parameter, which no feature has; keep that in the model too (self.multi = multi)"
+            )
 
     def _refuse_with_ids(self, what: str) -> None:
         """Raise where rows are those of ids, which are in no order, and others between them."""

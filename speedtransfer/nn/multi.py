@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             )
         self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type = embedding_dim, None, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.num_embeddings, self._rounds = 0, Rounds()
+        self.num_embeddings, self._rounds = 0, Rounds(weakref.ref(self))
         # Of the features in the vocabulary.
         self._keys = None if options.get("vocabulary") is None else FeatureKeys(len(sizes))
         if self._keys is not None:

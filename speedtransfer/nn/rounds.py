@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,9 @@ class _Part(NamedTuple):
 class Rounds(threading.local):
     """The lookups of the features of one table, by each thread; a round ends where a feature is looked up again."""
 
-    def __init__(self) -> None:
+    def __init__(self, multi: Callable[[], Any] | None = None) -> None:
+        # A weak reference, as that has the features, which have this; a copy has none.
+        self._multi = multi
         # By the memory of their ids: the first of a round, and the others.
         self._firsts: dict[int, Tensor] = {}
         self._asked: dict[int, list[_Asked]] = {}
@@ -95,6 +98,10 @@ class Rounds(threading.local):
     def __reduce__(self) -> Any:
         # A copy of a module begins with none.
         return Rounds, ()
+
+    def outlive(self) -> bool:
+        """Tell whether the module that has all features, and their weight among its parameters, is gone."""
+        return self._multi is not None and self._multi() is None
 
     def take(self, feature: Any, weight: Any, ids: Any) -> Tensor | None:
         """Return the rows of `ids`, as given to a feature, or None: it is to look them up by itself."""

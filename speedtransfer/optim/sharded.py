@@ -200,7 +200,7 @@ class Sharded(Owners):
 
     def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         rank = self.exchange.rank
-        local = self.partition.places(ids) - self.partition.start(rank)
+        local = self.partition.places_of(rank, ids)
         at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
         return at, local[at]
 

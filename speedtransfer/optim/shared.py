@@ -60,8 +60,8 @@ class SharedOwners(Sharded):
     def share_rows(self) -> None:  # noqa: D102
         rows, partition, exchange = self.handle.rows, self.partition, self.exchange
         # Not methods of this object: the rows would hold what holds them.
-        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
-        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
+        numbers, places = (functools.partial(way, exchange.rank) for way in (partition.ids_of, partition.places_of))
+        rows.own = OwnRows(partition.size(exchange.rank), numbers, places, functools.partial(_meet, rows, exchange))
 
     def is_open(self, at_step: bool = False) -> bool:
         """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""

@@ -59,6 +59,10 @@ class Partition:
         bucket_of, _, starts = _buckets(self.num_rows, ids.device)
         return starts[bucket_of[ids % len(bucket_of)]] + ids // len(bucket_of)
 
+    def places_of(self, rank: int, ids: Tensor) -> Tensor:
+        """Return where in the shard of `rank` the rows `ids` (n,) are: not from 0 to its size where it does not own them."""
+        return self.places(ids) - self.start(rank)
+
     def owners(self, places: Tensor) -> Tensor:
         """Return the ranks that own `places`, (n,) int64."""
         return places // self.per_rank

@@ -295,8 +295,10 @@ class Planes:
         if self._snapshot is not None:
             self._snapshot.discount(before, self.version, count)
 
-    def snapshot(self, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None) -> Snapshot:
-        """Return what reads all rows as they are now, until it is closed, while they are written.
+    def snapshot(
+        self, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None, own: Any = None
+    ) -> Snapshot:
+        """Return what reads all rows as they are now, until it is closed, while they are written; or its `own`, see `Rows`.
 
         `most_bytes`: how much may be copied aside for it. `memory`: what it reads into, by plane. There is one at a time; the
         next waits.
@@ -307,7 +309,7 @@ class Planes:
             with self._turn:
                 # Another thread may have made one meanwhile.
                 if self._snapshot is None:
-                    self._snapshot = Snapshot(self, most_bytes, memory, scratch)
+                    self._snapshot = Snapshot(self, most_bytes, memory, scratch, own)
                     self.watched = True
                     return self._snapshot
 

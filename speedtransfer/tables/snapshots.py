@@ -44,19 +44,24 @@ class Snapshot:
         What rows of each plane are read into, one read after the other: others on the same thread may share it.
     scratch : Scratch, optional
         Where rows are copied to that have no room in memory.
+    own : OwnRows, optional
+        Of memory that processes share the rows that this one writes, which alone are read then.
     """
 
     # As `Table.writable`.
     writable = True
 
-    def __init__(self, table: Any, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None) -> None:
-        self._table, self.device, self._memory = table, table.device, memory
+    def __init__(
+        self, table: Any, most_bytes: int, memory: dict[str, Tensor], scratch: Scratch | None = None, own: Any = None
+    ) -> None:
+        self._table, self.device, self._memory, self._own = table, table.device, memory, own
         self._planes, self._version = dict(table._planes), table.version
         self._aside = Aside(self._planes, most_bytes, scratch)
         # Up to which row planes have been read, of those that are read once and in order.
         self._done = dict.fromkeys(self._planes, 0)
-        # By row, 1 + its place there; 0: it has not been written.
-        self._places = np.zeros(table.num_rows, np.int64 if table.num_rows >= 2**30 else np.int32)
+        # By row that is read, 1 + its place there; 0: it has not been written.
+        size = table.num_rows if own is None else own.size
+        self._places = np.zeros(size, np.int64 if size >= 2**30 else np.int32)
         self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
         self._scratch, self._settled = scratch, False
         _made.add(self)
@@ -70,9 +75,16 @@ class Snapshot:
             return
         rows = (ids if known.host is None else known.host).cpu()
         needed = [name for name, done in self._done.items() if done < len(self._places)]
-        # Without the padding, and what has been read of all.
-        rows = rows[(rows < len(self._places)) & (rows >= min(self._done.values()))]
-        rows = rows[torch.from_numpy(self._places[rows.numpy()] == 0)]
+        # Without the padding.
+        rows = rows[rows < self._table.num_rows]
+        at = rows if self._own is None else self._own.places(rows)
+        is_here = (at >= 0) & (at < len(self._places))
+        # Another process, which reads the rows that are not, does not see this.
+        self._whole &= bool(is_here.all())
+        is_here &= at >= min(self._done.values())
+        rows, at = rows[is_here], at[is_here]
+        is_first = torch.from_numpy(self._places[at.numpy()] == 0)
+        rows, at = rows[is_first], at[is_first]
         if not len(rows):
             return
         taken = self._aside.take(len(rows))
@@ -89,7 +101,7 @@ class Snapshot:
                 for part, values in zip(aside, out, strict=True):
                     part.copy_(values)
             # Last: from now on they are read there.
-            self._places[rows.numpy()] = np.arange(first + 1, first + 1 + len(rows))
+            self._places[at.numpy()] = np.arange(first + 1, first + 1 + len(rows))
 
     def written(self) -> None:
         """Note that the rows of the last `keep` have been written, and nothing else has changed."""
@@ -107,13 +119,14 @@ class Snapshot:
 
     def read(self, ids: Tensor, planes: Sequence[str], known: Known = NOTHING) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), consecutive, on the host, of planes as they were stored, until the next read."""
-        at = slice(int(ids[0]), int(ids[0]) + len(ids)) if len(ids) else slice(0)
+        first = int(ids[0] if self._own is None else self._own.places(ids[:1])) if len(ids) else 0
+        at = slice(first, first + len(ids))
         return {name: self._rows(name, at) for name in planes}
 
     def chunk(self, name: str, rows: slice) -> Tensor:
         """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host, for the last time.
 
-        They are there until the next read.
+        They are there until the next read. Of `own` rows these are their places.
         """
         values = self._rows(name, rows)
         self._done[name] = rows.stop
@@ -122,7 +135,9 @@ class Snapshot:
     def _rows(self, name: str, at: slice) -> Tensor:
         # NumPy has not all dtypes.
         plane = self._planes[name].view(torch.uint8)
-        if plane.device.type == "cpu":
+        if self._own is not None:
+            values = torch.index_select(plane, 0, self._own.numbers(at.start, at.stop))
+        elif plane.device.type == "cpu":
             # By NumPy, which leaves the other cores to those who train, and into memory that is there: new pages take as long.
             part = plane[at]
             if name not in self._memory or len(self._memory[name]) < part.numel():

@@ -6,6 +6,8 @@ import os
 import re
 import resource
 import shutil
+import threading
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError
 from ranks.test_checkpoint_ranks import assert_alike, save_and_go_on, save_then_draw
 from speedtransfer.checkpoint import load
+from speedtransfer.checkpoint.background import SnapshotRows
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import ProcessGroupError, StorageError
 
@@ -58,6 +61,25 @@ def test_a_disk_that_is_full_in_one_process(how, two, tmp_path):
         assert there == old
         assert done == 4
         assert ("cannot save to" if each == rank else f"rank {rank} failed where it saves") in words
+
+
+def write_rows_of_all(path):
+    job, go = Job(EXACT.of("shared")).train(2), threading.Event()
+    with patch.object(SnapshotRows, "settle", lambda rows: go.wait()):
+        job.save(path, background=True)
+        if job.rank == 0:
+            job.net.emb.table.local.scatter(torch.arange(300), torch.ones(300, 8, dtype=torch.float64))
+        go.set()
+        with pytest.raises((StorageError, ProcessGroupError)) as raised:
+            job.wait()
+    return [str(raised.value), path.exists()]
+
+
+def test_rows_of_another_process_that_are_written_meanwhile(two, tmp_path):
+    (first, *there), (second, *_) = two(write_rows_of_all, tmp_path / "point")
+    assert "changed by other means" in first
+    assert "rank 0 failed where it saves" in second
+    assert there == [False]
 
 
 def state_of(job):

@@ -49,13 +49,13 @@ exact sharded 2 > exact sharded 3
 int8 sharded 3 > int8 sharded 2 in a store
 exact shared 2 > exact sharded 3
 int8 sharded 2 > int8 shared 2
-split24 shared 2 > split24 one 0
+split24 shared 2 meanwhile > split24 one 0
 exact sharded 2 > exact one 0
 exact sharded 2 meanwhile > exact sharded 3
 split24 sharded 2 meanwhile > split24 sharded 2
 exact one 0 > exact sharded 2
 cache sharded 2 > exact sharded 3
-exact shared 2 > exact shared 2
+exact shared 2 meanwhile > exact shared 2
 rmsprop-centered sharded 2 > rmsprop-centered sharded 3
 split24 sharded 2 > split24 sharded 3
 exact sharded 2 > exact torch 0
