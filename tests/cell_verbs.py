@@ -82,6 +82,7 @@ nn.init.trunc_normal_(weight)
 nn.init.orthogonal_(weight)
 nn.init.sparse_(weight, 0.5)
 weight.data = w.numbers()  # weight.data = rows
+n = weight.data; weight.data = w.numbers(); m = w.look(); weight.data = n; m  # weight.data = rows, and back
 weight.data = w.numbers(3); w.use(model)  # weight.data = more rows
 emb.weight = nn.Parameter(w.numbers()); w.use(model)  # emb.weight = nn.Parameter(rows)
 w.trained(model.emb.prefetch(w.ids) if w.ours else w.ids)  # emb(emb.prefetch(ids))

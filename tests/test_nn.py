@@ -337,6 +337,14 @@ def test_from_pretrained_uses_the_memory_it_is_given(kind):
         with pytest.raises(ValueError, match="must be 2-D"):
             getattr(speedtransfer, kind).from_pretrained(torch.zeros(shape))
 
+    class Scaled(getattr(speedtransfer, kind)):
+        def __init__(self, num_embeddings, embedding_dim, scale=1.0, **given):
+            super().__init__(num_embeddings, embedding_dim, **given)
+            self.scale = scale
+
+    ours = Scaled.from_pretrained(given, **options)
+    assert (ours.scale, ours.padding_idx, ours.max_norm, ours.norm_type) == (1.0, 4, 3.0, 1.0)
+
 
 def test_from_pretrained_of_integers():
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):

@@ -144,12 +144,33 @@ def test_freed_at_once(no_gc):
     assert table() is None
 
 
-def test_features_alone_are_not_trained():
-    (_, kept, *_), ids = multi(), torch.tensor([1])
+@pytest.mark.parametrize("how", ["alone", "a copy", "after a training"])
+def test_features_alone_are_not_trained(how):
+    ours, ids = multi(), torch.tensor([1])
+    if how == "after a training":
+        train(ours, FORMS["columns"], ADAM, steps=1)
+    kept = copy.deepcopy(ours[1]) if how == "a copy" else ours[1]
+    again = copy.deepcopy(ours)
+    del ours
+    again[1](ids).sum().backward()
     with torch.no_grad():
         assert kept(ids).equal(kept.weight[1:2])
-    with pytest.raises(InvalidTypeError, match=r"feature '1' .* is gone"):
+    with pytest.raises(InvalidTypeError, match="feature '1' is looked up to be trained"):
         kept(ids)
+
+
+def test_what_is_in_the_place_of_features_is_called_and_converted():
+    ours, seen = multi(named=True), []
+    expected = ours(ids := torch.tensor([[1, 5, 0, 3], [2, 6, 1, 4]]))
+    ours["hour"].register_forward_hook(lambda *about: seen.append(about))
+    ours.add_module("user", nn.Sequential(ours["user"], nn.Linear(DIM, DIM)))
+    ours.double()
+    found = ours(ids)
+    assert (found.dtype, len(seen)) == (torch.float64, 1)
+    assert found[..., 1, :].float().equal(expected[..., 1, :])
+    assert not found[..., 0, :].float().equal(expected[..., 0, :])
+    with pytest.raises(InvalidTypeError, match="a ticket has the rows of all features"):
+        ours(ours.prefetch(ids))
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------
@@ -196,6 +217,7 @@ REFUSED = [
     ),
     (lambda m: m[1](torch.tensor([1]).to_sparse()), "is a sparse tensor"),
     (lambda m: setattr(m, "max_norm", 0.5), r"max_norm of a MultiEmbedding becomes 0\.5 but"),
+    (lambda m: setattr(m[1].weight, "no_decay", True), "would be lost; mark the weight of the MultiEmbedding"),
     (lambda m: setattr(m[1], "padding_idx", 4), "padding_idx of feature '1' becomes 4 but .* with padding_idx="),
     (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(8, DIM))), "assign one of that shape"),
     *((functools.partial(of_another, options), "write its values") for options in ({}, {"cache_rows": 3})),

@@ -124,6 +124,8 @@ def test_the_report_says_what_was_left_and_why():
     model["head"].weight = model["a"].weight
     nn.utils.parametrize.register_parametrization(model["b"], "weight", nn.Identity())
     model["odd"] = nn.Embedding(9, 4, _weight=torch.ones(9, 4).to(torch.complex64), _freeze=True)
+    model["named"] = nn.Embedding(9, 4)
+    model["named"].table, model["named"].activate = "x", nn.ReLU()
     report = replace_embeddings(model, min_rows=5)
     assert report == ["a"]
     assert "a weight of torch.complex64, which a table cannot hold" in report.left["odd"]
@@ -131,6 +133,7 @@ def test_the_report_says_what_was_left_and_why():
     assert "reads every row" in str(report)
     assert "fewer than min_rows=5" in report.left["small"]
     assert "parametrization" in report.left["b"]
+    assert "has activate, table of its own" in report.left["named"]
     fresh = nn.ModuleDict({"a": nn.Embedding(9, 4), "b": model["b"]})
     with pytest.raises(ValueError, match="embedding 'b' has a weight that something computes"):
         replace_embeddings(fresh, strict=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.lookup import frozen_lookup, lookup
@@ -181,8 +182,16 @@ class Embedding(TableModule, nn.Embedding):
             the larger in magnitude.
         """
         rows, dim = check_pretrained(embeddings, dtype)
-        given: Any = {"_weight": embeddings, "_freeze": freeze, "device": embeddings.device, "dtype": dtype, **options}
-        return cls(rows, dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, **given)
+        # By name, as in torch: a subclass may have others before them.
+        given: Any = {"num_embeddings": rows, "embedding_dim": dim, "_weight": embeddings, "_freeze": freeze}
+        given |= {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type, "sparse": sparse}
+        return cls(**given, scale_grad_by_freq=scale_grad_by_freq, **place_of(embeddings, dtype), **options)
+
+
+def place_of(embeddings: Tensor | Table, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the device and dtype that `from_pretrained` passes on, where they are not the usual ones: torch passes none."""
+    is_usual = embeddings.device == resolve_device(None) == torch.get_default_device()
+    return ({} if is_usual else {"device": embeddings.device}) | ({} if dtype is None else {"dtype": dtype})
 
 
 def check_pretrained(embeddings: Tensor | Table, dtype: torch.dtype | None = None) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class Feature(nn.Embedding, VocabularyModule):
         if rows is not None:
             return rows
         handle = find_handle(weight)
-        if handle is not None and handle.state is None and self._rounds.outlive():
+        if handle is not None and self._rounds.outlive():
             self._check_not_trained(handle)
         if handle is not None and not handle.owners.has_whole:
             input = ask(self, input)
@@ -197,8 +197,9 @@ class Feature(nn.Embedding, VocabularyModule):
         return self._shared_parameters["weight"]
 
     def _check_not_trained(self, handle: Any) -> None:
-        """Raise where gradients are wanted of rows that are among the parameters of no module."""
-        if handle.requires_grad and torch.is_grad_enabled():
+        """Raise where gradients are wanted of rows that are among the parameters of no module and no optimizer."""
+        has_optimizer = handle.state is not None and handle.state.optimizer() is not None
+        if handle.requires_grad and torch.is_grad_enabled() and not has_optimizer:
             raise InvalidTypeError(
                 f"feature {self.name!r} is looked up to be trained, but the MultiEmbedding that it is part of is gone, and "
                 "with it the parameter, which no feature has; keep that in the model too (self.multi = multi)"
@@ -258,8 +259,10 @@ class Feature(nn.Embedding, VocabularyModule):
         if (sample.dtype, sample.device) != (weight.dtype, weight.device):
             raise InvalidTypeError(
                 f"feature {self.name!r} shares a table, which is converted and moved as a whole; call .to() of the "
-                "MultiEmbedding or of the model"
+                "MultiEmbedding, or of a model that has it before its features (self.multi = multi; self.user = multi[0])"
             )
+        # What others have registered here.
+        nn.Module._apply(self, fn, recurse)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

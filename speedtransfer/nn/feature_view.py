@@ -18,10 +18,22 @@ from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.optim.handle import all_handles
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.row_parts import place_of, slice_of
-from speedtransfer.optim.views import outside_of_transforms
+from speedtransfer.optim.views import detach_from, outside_of_transforms
 from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
 from speedtransfer.tables import NOTHING, Table
+
+
+class FeatureWeight(TableWeight):
+    """The weight of a feature, which is made anew for each use."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and not name.startswith("_"):
+            raise InvalidTypeError(
+                f"the weight of a feature is given {name!r}, but is made anew for each use, so that this would be lost; mark "
+                "the weight of the MultiEmbedding, or know the feature by its name"
+            )
+        super().__setattr__(name, value)
 
 
 class FeatureView:
@@ -53,7 +65,7 @@ class FeatureView:
                 of.data = self.placeholder()
         made.__dict__[KEY], self.param_ref = self, weakref.ref(made)
         listen(made)
-        made.__class__ = TableWeight
+        made.__class__ = FeatureWeight
         return made
 
     def __str__(self) -> str:
@@ -112,7 +124,7 @@ class FeatureView:
             values = handle.rows.whole("weight", self.start, self.stop).detach()
             handle.views.exposed = True
             if self.aliased:
-                return values
+                return self.track_alias(values)
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
 
     def shown(self) -> str:
@@ -216,10 +228,18 @@ class FeatureView:
         own = self.of.table.stored("weight")[self.start : self.stop]
         if values.is_meta or values.data_ptr() != own.data_ptr():
             check_of_no_other(values, self, all_handles())
+            detach_from(self, self._aliases(), self.of.owners.has_whole)
         self.store(values)
 
+    def _aliases(self) -> list[Callable[[], Any]]:
+        assert self.of.features is not None
+        return self.of.features.aliases.pop(self.number, [])
+
     def track_alias(self, alias: Tensor) -> Tensor:
-        """Return `alias`; it reads the rows of its feature whatever happens to the table."""
+        """Remember a tensor that reads and writes the rows, and return it."""
+        assert self.of.features is not None
+        alive = [reference for reference in self._aliases() if reference() is not None]
+        self.of.features.aliases[self.number] = [*alive, weakref.ref(alias)]
         return alias
 
     def __getattr__(self, name: str) -> NoReturn:

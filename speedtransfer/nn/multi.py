@@ -22,6 +22,7 @@ from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_opti
 from speedtransfer.nn.rounds import Rounds, split
 from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import in_transform, refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
@@ -108,7 +109,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             )
         self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type = embedding_dim, None, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.num_embeddings, self._rounds = 0, Rounds(weakref.ref(self))
+        self.num_embeddings, self._rounds = 0, Rounds([weakref.ref(self)])
         # Of the features in the vocabulary.
         self._keys = None if options.get("vocabulary") is None else FeatureKeys(len(sizes))
         if self._keys is not None:
@@ -235,6 +236,20 @@ class MultiEmbedding(FeatureModules, TableModule):
             -1 and its place among all ids.
         """
         refuse_to_export(self)
+        for module in self._modules.values():
+            # What was put in the place of a feature, or looks at its lookups, is called.
+            if (
+                type(module) is not Feature
+                or module._forward_hooks
+                or module._forward_pre_hooks
+                or module._backward_hooks
+            ):
+                if isinstance(ids, Ticket):
+                    raise InvalidTypeError(
+                        "a ticket has the rows of all features, one of which was replaced or has hooks, so that it looks up "
+                        "by itself; pass the ids"
+                    )
+                return super().forward(ids)
         weight = self.weight
         handle = find_handle(weight)
         if handle is not None and not handle.owners.has_whole:
@@ -341,6 +356,10 @@ class MultiEmbedding(FeatureModules, TableModule):
             )
         super().__setattr__(name, value)
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._rounds.adopt(self)
+
     def _use(self, handle: Handle) -> None:
         super()._use(handle)
         if self._keys is not None:
@@ -370,8 +389,10 @@ class MultiEmbedding(FeatureModules, TableModule):
         super()._take_weight(param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiEmbedding:
-        # Without the features, which have no tensors.
+        # The table first, whose dtype and device features then have; others may be among them, and in their places.
         super()._apply(fn, False)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

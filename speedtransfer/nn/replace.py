@@ -13,8 +13,10 @@ from typing_extensions import Unpack
 
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.collections_of_torchrec import Collection, is_collection
 from speedtransfer.nn.containers import Container, about, is_container
+from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
@@ -22,6 +24,7 @@ from speedtransfer.nn.shard_rounds import watch
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.weight import TableWeight, is_ordinary
+from speedtransfer.once import once
 from speedtransfer.optim import Handle, find_handle, replicas
 
 # By this name pickles of earlier versions find it.
@@ -281,7 +284,17 @@ def _problem(module: nn.Embedding | nn.EmbeddingBag, options: TableOptions, user
         return f"has a weight of layout {weight.layout} and shape {tuple(weight.shape)}; a table is dense and 2-D"
     if type(module).__module__.startswith("torch.ao.") or isinstance(module, torch.jit.ScriptModule):
         return f"is a {type(module).__name__}, whose rows are not trained by an optimizer"
+    if taken := sorted(_names_of(isinstance(module, nn.EmbeddingBag)).intersection(dir(module))):
+        return f"has {', '.join(taken)} of its own, as a module with a table has; give these other names"
     return None if options["vocabulary"] is None else _shared(module, users)
+
+
+@once
+def _names_of(bag: bool) -> frozenset[str]:
+    """Return the names that a module with a table has and one of torch has not."""
+    ours, theirs = (EmbeddingBag, nn.EmbeddingBag) if bag else (Embedding, nn.Embedding)
+    names = {*dir(ours), "idle", "_handle"} - {*dir(theirs(1, 1, device="meta"))}
+    return frozenset(name for name in names if not name.startswith("__"))
 
 
 def _shared(module: nn.Module, users: dict[int, set[str]]) -> str | None:

@@ -76,12 +76,16 @@ class _Part(NamedTuple):
     rows: Tensor
 
 
+def _nobody() -> None:
+    """Return what a weak reference does whose object is gone; it can be pickled."""
+
+
 class Rounds(threading.local):
     """The lookups of the features of one table, by each thread; a round ends where a feature is looked up again."""
 
-    def __init__(self, multi: Callable[[], Any] | None = None) -> None:
-        # A weak reference, as that has the features, which have this; a copy has none.
-        self._multi = multi
+    def __init__(self, of: list[Callable[[], Any]]) -> None:
+        # A weak reference to the module that has the features, which have this.
+        self._of = of
         # By the memory of their ids: the first of a round, and the others.
         self._firsts: dict[int, Tensor] = {}
         self._asked: dict[int, list[_Asked]] = {}
@@ -97,11 +101,16 @@ class Rounds(threading.local):
 
     def __reduce__(self) -> Any:
         # A copy of a module begins with none.
-        return Rounds, ()
+        return Rounds, ([_nobody],)
+
+    def adopt(self, multi: Any) -> None:
+        """Be those of a module, unless there is one."""
+        if self.outlive():
+            self._of[0] = weakref.ref(multi)
 
     def outlive(self) -> bool:
         """Tell whether the module that has all features, and their weight among its parameters, is gone."""
-        return self._multi is not None and self._multi() is None
+        return self._of[0]() is None
 
     def take(self, feature: Any, weight: Any, ids: Any) -> Tensor | None:
         """Return the rows of `ids`, as given to a feature, or None: it is to look them up by itself."""

@@ -23,6 +23,7 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
     """
     handle.id_space.check_written("assigned")
     if not handle.owners.has_whole:
+        handle.views.detach_aliases()
         handle.owners.store(values)
         return
     table, rows = handle.table, handle.rows
@@ -73,6 +74,8 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
 def check_of_no_other(values: Tensor, handle: Any, others: Iterable[Any]) -> None:
     """Raise if `values`, which `handle` is assigned, are the memory of the rows of another handle."""
     for other in others:
+        if other.param_ref() is None:
+            continue  # rows that a weight had before
         own = other.table.cache_rows is not None or other.table.max_rows is not None or other.table.in_records
         if (other.aliased or own) and _shares(values, other.table.stored("weight")):
             raise InvalidValueError(

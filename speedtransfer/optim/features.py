@@ -102,6 +102,8 @@ class Features:
         # By feature: its gradient as it was returned last, and what that and its aliases show.
         self.shown = weakref.WeakValueDictionary[int, RowGradient]()
         self.parts = weakref.WeakValueDictionary[int, Any]()
+        # By feature, references to what was given out as the data of its weight.
+        self.aliases: dict[int, list[Callable[[], Any]]] = {}
 
     def every(self) -> int:
         """Return all features: those of a gradient of all rows."""

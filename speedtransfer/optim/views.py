@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.eager import unseen
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.anchor import Joined, kept
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
 from speedtransfer.tables import NOTHING, Known
@@ -72,6 +72,8 @@ class Views:
         # Hooks that get the gradient later would be called with None.
         late = (not handle.owners.is_alone or handle.id_space.come_and_go) and handle.has_hooks()
         leaf = handle.anchor.leaf if late else handle.param_ref()
+        if leaf is None:
+            raise InvalidTypeError(f"the module that has the parameter of {handle} is gone; keep it, with what it has")
         apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
         with as_tensor():
             made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded, known))
@@ -193,14 +195,7 @@ class Views:
 
     def detach_aliases(self) -> None:
         """Give the tensors that alias the table a copy of its values, before others are written there."""
-        alive = [tensor for tensor in (reference() for reference in self.aliases) if tensor is not None]
-        if alive:
-            kept = self.whole().clone()
-            for tensor in alive:
-                if type(tensor) is Tensor:
-                    tensor.data = kept
-                else:
-                    tensor.detach_from_table(kept)  # type: ignore[attr-defined]
+        detach_from(self._handle(), self.aliases, self._handle().owners.has_whole)
         self.aliases = []
 
     def show_memory(self) -> None:
@@ -212,6 +207,27 @@ class Views:
     def forget_whole(self) -> None:
         """Read all rows anew for the next graph: the table has others."""
         self._whole = None
+
+
+def detach_from(weight: Any, aliases: Sequence[Callable[[], Any]], has_whole: bool) -> None:
+    """Give those of `aliases` that live a copy of the rows of `weight`, before others are written there.
+
+    InvalidValueError: there are some, of rows that several processes own.
+    """
+    alive = [tensor for tensor in (reference() for reference in aliases) if tensor is not None]
+    if not alive:
+        return
+    if not has_whole:
+        raise InvalidValueError(
+            f"{weight} is assigned other rows while its data of before is kept (kept = weight.data), of which no process has "
+            "a copy; let go of that, and to have the rows back save them before (st.save_checkpoint)"
+        )
+    kept = weight.whole().clone()
+    for tensor in alive:
+        if type(tensor) is Tensor:
+            tensor.data = kept
+        else:
+            tensor.detach_from_table(kept)
 
 
 @contextlib.contextmanager
