@@ -229,6 +229,22 @@ def test_an_optimizer_that_goes_by_parameters_of_its_own():
     assert torch.equal(rows_of(ours), before)
 
 
+def test_gradients_of_a_worker_are_those_of_the_features_that_it_used():
+    """Also one without a row of its feature (step 2 names none of feature 0), assigned over another."""
+    found = []
+    for make in (multi, modules):
+        embs, worker = make(), make()
+        opt = torch.optim.AdamW(embs.parameters(), lr=0.1, weight_decay=1.0)
+        for step, feature in ((0, 1), (2, 0), (4, 3)):
+            worker.zero_grad()
+            loss_of(worker, step, (feature,)).backward()
+            for param, other in zip(embs.parameters(), worker.parameters(), strict=True):
+                param.grad = None if other.grad is None else other.grad.clone()
+            opt.step()
+        found.append(embs)
+    assert_same(*found)
+
+
 def test_refused():
     emb = multi()
     opt = torch.optim.Adam(emb.parameters())

@@ -129,9 +129,9 @@ class Features:
         """Forget which have a gradient: there is none."""
         self._before, self.touched, self.left = self.touched, 0, 0
 
-    def assign(self, rows: Tensor | None, again: bool = False) -> None:
-        """Note that the gradient was assigned, of `rows` (n,) or of all; `again`: the one that was cleared before."""
-        self.touched = self._before if again else self.all if rows is None else self.touched | self.mask_of(rows)
+    def assign(self, rows: Tensor | None, of: int = 0, again: bool = False) -> None:
+        """Note that the gradient was assigned, of `rows` (n,) and the features `of`, or of all; `again`: the one before."""
+        self.touched = self._before if again else self.all if rows is None else of | self.mask_of(rows)
 
     # --- other processes ------------------------------------------------------------------------------------------------
 

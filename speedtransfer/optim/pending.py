@@ -344,6 +344,8 @@ class PendingGradient:
                 shown.parts = parts
             self._shown, self._parts = weakref.ref(shown), weakref.ref(shown.parts)
         shown.of_graph = self._of_graph
+        if handle.features is not None:
+            shown.features = handle.features.touched
         if handle.id_space.come_and_go:
             shown.stamp = handle.id_space, handle.id_space.version
         return shown
@@ -424,7 +426,8 @@ class PendingGradient:
                 self._shown, self._parts = weakref.ref(grad), weakref.ref(grad.parts)
             if handle.features is not None:
                 assert self.ids is not None
-                handle.features.assign(handle.named_rows(self.ids), again)
+                of = grad.features if isinstance(grad, RowGradient) else 0
+                handle.features.assign(handle.named_rows(self.ids), of, again)
             self.touched = self.assigned = None
             # Cleared and assigned again.
             if again and self._cleared is not None:

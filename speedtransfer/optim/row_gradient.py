@@ -64,6 +64,8 @@ class RowGradient(Tensor):
     elsewhere: float = 0
     # Where rows are those of ids that come and go: these ids, and their version when it was their gradient.
     stamp: tuple[Any, int] | None = None
+    # The features of the table that it is of, bit by bit: some may have no rows.
+    features: int = 0
     _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
 
     @staticmethod
@@ -157,7 +159,7 @@ class RowGradient(Tensor):
 
     def _made(self, ids: Tensor, rows: Tensor, known: Known, changed: Any = None) -> RowGradient:
         made = RowGradient(self.shape[0], ids, rows, changed, self.sparse, known)
-        made.stamp = self.stamp
+        made.stamp, made.features = self.stamp, self.features
         return made
 
     def agrees(self, is_so: bool) -> bool:
