@@ -263,7 +263,7 @@ class RowGradient(Tensor):
         return (self.view_dense() if self.is_full() else self.dense()).__array__(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return memo.setdefault(id(self), self.coo().clone() if self.sparse else self.to_dense())
+        return memo.setdefault(id(self), self.coo().clone() if self.sparse else self.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (self.coo() if self.sparse else self.to_dense()).__reduce_ex__(protocol)
