@@ -104,7 +104,7 @@ class SnapshotRows(StoredRows):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
-        own_bytes = table.nbytes if rows.own is None else table.nbytes * rows.own.size // table.num_rows
+        own_bytes = table.nbytes if rows.own is None else table.nbytes * rows.own.size // max(table.num_rows, 1)
         most_bytes = max(own_bytes // _ASIDE_PART, _ASIDE_BYTES)
         frozen.table = table.snapshot(most_bytes, self._memory, self.scratch, rows.own)
         self._snapshots.append(frozen.table)
