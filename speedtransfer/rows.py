@@ -316,6 +316,12 @@ class Rows(StoredPlanes):
         # Last: what is undone if there is one.
         self.lag = lag
 
+    def written_here(self, device: torch.device) -> tuple[int, Callable[[int, int], Tensor]]:
+        """Return how many rows this process writes, all but in shared memory, and what returns some, on `device` if all."""
+        if self.own is not None:
+            return self.own.size, self.own.numbers
+        return len(self.table), functools.partial(torch.arange, device=device)
+
     @property
     def can_be_frozen(self) -> bool:
         """Whether a copy of this, and of what knows the missed steps, tells later what rows were; a device has its own."""
@@ -359,8 +365,7 @@ class Rows(StoredPlanes):
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
             # One write, whatever the chunks: rounding must not depend on how many processes share the rows.
             count = self._count
-            all_rows = len(table), functools.partial(torch.arange, device=table.device)
-            size, numbers = all_rows if self.own is None else self.own[:2]
+            size, numbers = self.written_here(table.device)
             # Others may be reading.
             self.meet()
             with ByteProgress("idle rows take the steps they missed", size * row_bytes) as bar:

@@ -1,5 +1,7 @@
 """Steps in which some features of a `MultiEmbedding` have no gradient: those of ``nn.ModuleList``, which leaves them out."""
 
+import copy
+
 import pytest
 import third_party
 import torch
@@ -239,7 +241,7 @@ def test_gradients_of_a_worker_are_those_of_the_features_that_it_used():
             worker.zero_grad()
             loss_of(worker, step, (feature,)).backward()
             for param, other in zip(embs.parameters(), worker.parameters(), strict=True):
-                param.grad = None if other.grad is None else other.grad.clone()
+                param.grad = None if other.grad is None else (Tensor.clone, copy.deepcopy)[step // 4](other.grad)
             opt.step()
         found.append(embs)
     assert_same(*found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import sys
 import threading
@@ -66,8 +65,7 @@ class SnapshotRows(StoredRows):
         if not rows.table.writable:
             return super().plane(rows, name)
         stored, frozen = rows.table.stored(name), self._frozen.get(rows) or self._freeze(rows)
-        all_rows = len(stored), functools.partial(torch.arange, device="cpu")
-        size, numbers = all_rows if rows.own is None else rows.own[:2]
+        size, numbers = rows.written_here(torch.device("cpu"))
 
         def read(at: slice) -> Tensor:
             if frozen.lag:
@@ -104,8 +102,8 @@ class SnapshotRows(StoredRows):
             rows.catch_up()
         frozen: Any = copy.copy(rows)
         frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
-        own_bytes = table.nbytes if rows.own is None else table.nbytes * rows.own.size // max(table.num_rows, 1)
-        most_bytes = max(own_bytes // _ASIDE_PART, _ASIDE_BYTES)
+        size, _ = rows.written_here(table.device)
+        most_bytes = max(table.nbytes * size // max(table.num_rows, 1) // _ASIDE_PART, _ASIDE_BYTES)
         frozen.table = table.snapshot(most_bytes, self._memory, self.scratch, rows.own)
         self._snapshots.append(frozen.table)
         self._frozen[rows] = frozen

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.nn.active import activate, rows_for_lookup
-from speedtransfer.nn.embedding import check_pretrained, place_of
+from speedtransfer.nn.embedding import check_pretrained, device_and_dtype
 from speedtransfer.nn.jagged import of_nested
 from speedtransfer.nn.lookup import bag_lookup, check_bags
 from speedtransfer.nn.lookup_ops import looks_up
@@ -114,19 +114,9 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
     ) -> EmbeddingBag:
         """Make a bag of the rows of a 2-D tensor or of a table, used in place as in :meth:`Embedding.from_pretrained`."""
         rows, dim = check_pretrained(embeddings, dtype)
-        given: Any = {
-            "num_embeddings": rows,
-            "embedding_dim": dim,
-            "_weight": embeddings,
-            **place_of(embeddings, dtype),
-        }
-        given |= {
-            "include_last_offset": include_last_offset,
-            "padding_idx": padding_idx,
-            "mode": mode,
-            "sparse": sparse,
-        }
-        given |= {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq}
+        given: Any = {"num_embeddings": rows, "embedding_dim": dim, "_weight": embeddings, "padding_idx": padding_idx}
+        given |= {"max_norm": max_norm, "norm_type": norm_type, "scale_grad_by_freq": scale_grad_by_freq, "mode": mode}
+        given |= {"sparse": sparse, "include_last_offset": include_last_offset, **device_and_dtype(embeddings, dtype)}
         bag = cls(**given, **options)
         trainable = bag.weight.requires_grad or (isinstance(embeddings, Table) and bag.weight.is_floating_point())
         bag.weight.requires_grad_(trainable and not freeze)

@@ -185,10 +185,10 @@ class Embedding(TableModule, nn.Embedding):
         # By name, as in torch: a subclass may have others before them.
         given: Any = {"num_embeddings": rows, "embedding_dim": dim, "_weight": embeddings, "_freeze": freeze}
         given |= {"padding_idx": padding_idx, "max_norm": max_norm, "norm_type": norm_type, "sparse": sparse}
-        return cls(**given, scale_grad_by_freq=scale_grad_by_freq, **place_of(embeddings, dtype), **options)
+        return cls(**given, scale_grad_by_freq=scale_grad_by_freq, **device_and_dtype(embeddings, dtype), **options)
 
 
-def place_of(embeddings: Tensor | Table, dtype: torch.dtype | None) -> dict[str, Any]:
+def device_and_dtype(embeddings: Tensor | Table, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the device and dtype that `from_pretrained` passes on, where they are not the usual ones: torch passes none."""
     is_usual = embeddings.device == resolve_device(None) == torch.get_default_device()
     return ({} if is_usual else {"device": embeddings.device}) | ({} if dtype is None else {"dtype": dtype})

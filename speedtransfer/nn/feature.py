@@ -96,8 +96,8 @@ class Feature(nn.Embedding, VocabularyModule):
         if rows is not None:
             return rows
         handle = find_handle(weight)
-        if handle is not None and self._rounds.outlive():
-            self._check_not_trained(handle)
+        if handle is not None and self._rounds.are_orphaned():
+            self._check_has_parameter(handle)
         if handle is not None and not handle.owners.has_whole:
             input = ask(self, input)
         found = find(self, weight, input)
@@ -196,7 +196,7 @@ class Feature(nn.Embedding, VocabularyModule):
             )
         return self._shared_parameters["weight"]
 
-    def _check_not_trained(self, handle: Any) -> None:
+    def _check_has_parameter(self, handle: Any) -> None:
         """Raise where gradients are wanted of rows that are among the parameters of no module and no optimizer."""
         has_optimizer = handle.state is not None and handle.state.optimizer() is not None
         if handle.requires_grad and torch.is_grad_enabled() and not has_optimizer:

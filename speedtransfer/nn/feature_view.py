@@ -228,7 +228,7 @@ class FeatureView:
         own = self.of.table.stored("weight")[self.start : self.stop]
         if values.is_meta or values.data_ptr() != own.data_ptr():
             check_of_no_other(values, self, all_handles())
-            detach_from(self, self._aliases(), self.of.owners.has_whole)
+            detach_from(self, self._aliases())
         self.store(values)
 
     def _aliases(self) -> list[Callable[[], Any]]:

@@ -236,14 +236,10 @@ class MultiEmbedding(FeatureModules, TableModule):
             -1 and its place among all ids.
         """
         refuse_to_export(self)
-        for module in self._modules.values():
+        for module in self.values():
             # What was put in the place of a feature, or looks at its lookups, is called.
-            if (
-                type(module) is not Feature
-                or module._forward_hooks
-                or module._forward_pre_hooks
-                or module._backward_hooks
-            ):
+            has_hooks = module._forward_hooks or module._forward_pre_hooks
+            if has_hooks or module._backward_hooks or module._backward_pre_hooks or type(module) is not Feature:
                 if isinstance(ids, Ticket):
                     raise InvalidTypeError(
                         "a ticket has the rows of all features, one of which was replaced or has hooks, so that it looks up "
@@ -358,7 +354,7 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._rounds.adopt(self)
+        self._rounds.belong_to(self)
 
     def _use(self, handle: Handle) -> None:
         super()._use(handle)

@@ -103,12 +103,12 @@ class Rounds(threading.local):
         # A copy of a module begins with none.
         return Rounds, ([_nobody],)
 
-    def adopt(self, multi: Any) -> None:
-        """Be those of a module, unless there is one."""
-        if self.outlive():
+    def belong_to(self, multi: Any) -> None:
+        """Have a module, unless there is one."""
+        if self.are_orphaned():
             self._of[0] = weakref.ref(multi)
 
-    def outlive(self) -> bool:
+    def are_orphaned(self) -> bool:
         """Tell whether the module that has all features, and their weight among its parameters, is gone."""
         return self._of[0]() is None
 

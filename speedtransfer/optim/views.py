@@ -195,7 +195,7 @@ class Views:
 
     def detach_aliases(self) -> None:
         """Give the tensors that alias the table a copy of its values, before others are written there."""
-        detach_from(self._handle(), self.aliases, self._handle().owners.has_whole)
+        detach_from(self._handle(), self.aliases)
         self.aliases = []
 
     def show_memory(self) -> None:
@@ -209,7 +209,7 @@ class Views:
         self._whole = None
 
 
-def detach_from(weight: Any, aliases: Sequence[Callable[[], Any]], has_whole: bool) -> None:
+def detach_from(weight: Any, aliases: Sequence[Callable[[], Any]]) -> None:
     """Give those of `aliases` that live a copy of the rows of `weight`, before others are written there.
 
     InvalidValueError: there are some, of rows that several processes own.
@@ -217,7 +217,7 @@ def detach_from(weight: Any, aliases: Sequence[Callable[[], Any]], has_whole: bo
     alive = [tensor for tensor in (reference() for reference in aliases) if tensor is not None]
     if not alive:
         return
-    if not has_whole:
+    if not weight.of.owners.has_whole:
         raise InvalidValueError(
             f"{weight} is assigned other rows while its data of before is kept (kept = weight.data), of which no process has "
             "a copy; let go of that, and to have the rows back save them before (st.save_checkpoint)"

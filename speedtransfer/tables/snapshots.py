@@ -135,15 +135,16 @@ class Snapshot:
     def _rows(self, name: str, at: slice) -> Tensor:
         # NumPy has not all dtypes.
         plane = self._planes[name].view(torch.uint8)
-        if self._own is not None:
-            values = torch.index_select(plane, 0, self._own.numbers(at.start, at.stop))
-        elif plane.device.type == "cpu":
+        if plane.device.type == "cpu":
             # By NumPy, which leaves the other cores to those who train, and into memory that is there: new pages take as long.
-            part = plane[at]
-            if name not in self._memory or len(self._memory[name]) < part.numel():
-                self._memory[name] = torch.empty(part.numel(), dtype=torch.uint8, device="cpu")
-            values = self._memory[name][: part.numel()].view(part.shape)
-            np.copyto(values.numpy(), part.numpy())
+            shape = (at.stop - at.start, plane.shape[1])
+            if name not in self._memory or len(self._memory[name]) < shape[0] * shape[1]:
+                self._memory[name] = torch.empty(shape[0] * shape[1], dtype=torch.uint8, device="cpu")
+            values = self._memory[name][: shape[0] * shape[1]].view(shape)
+            if self._own is None:
+                np.copyto(values.numpy(), plane[at].numpy())
+            else:
+                torch.index_select(plane, 0, self._own.numbers(at.start, at.stop), out=values)
         else:
             values = plane[at].cpu()
         # After the table was read: a row that is written meanwhile is there by now. A copy, as others go on writing.

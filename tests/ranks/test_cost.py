@@ -194,6 +194,10 @@ def owners(partition, ids):
 
 @given(NUM_ROWS, some.integers(1, 70))
 @example(0, 1)
+@example(0, 5)
+@example(1, 1)
+@example(1, 7)
+@example(2, 3)
 @example(BUCKETS, 2)
 @example(BUCKETS - 1, 64)
 @example(2 * BUCKETS + 1, 3)
@@ -221,6 +225,17 @@ def test_every_id_has_one_place_on_one_rank(num_rows, ranks):
 # --- rows that are asked for more often than others ------------------------------------------------------------------------
 
 MANY = 1_000_000
+
+
+@pytest.mark.parametrize("num_rows", [3, 4094, 30_000])
+def test_a_bucket_is_every_so_many_th_row(num_rows):
+    # So that a bucket of a checkpoint is one strided copy of an nn.Embedding.
+    ids = Partition(num_rows, 1).ids_of(0)
+    ends = (ids.diff() != BUCKETS).nonzero().flatten() + 1
+    for bucket in ids.tensor_split(ends):
+        assert torch.equal(bucket, torch.arange(int(bucket[0]), num_rows, BUCKETS)[: len(bucket)])
+        assert int(bucket[0]) < BUCKETS
+        assert int(bucket[-1]) + BUCKETS >= num_rows
 
 
 def load(ids, ranks, num_rows=MANY):
