@@ -171,6 +171,9 @@ def test_what_is_in_the_place_of_features_is_called_and_converted():
     assert not found[..., 0, :].float().equal(expected[..., 0, :])
     with pytest.raises(InvalidTypeError, match="a ticket has the rows of all features"):
         ours(ours.prefetch(ids))
+    for wrong in (ids[:, :3], ids.repeat(1, 2), [ids], {"usr": ids}):
+        with pytest.raises(InvalidValueError):
+            ours(wrong)
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import to_device
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.nn.ticket import FoundRows, Ticket
 from speedtransfer.nn.tracing import in_transform
 from speedtransfer.tables import as_index
@@ -89,11 +89,7 @@ class FeatureIds:
         else:
             index, shape = self.read(ids, device)
             flat, shapes = index.view(shape), None
-            if not shape or shape[-1] != len(self._features):
-                raise InvalidValueError(
-                    f"ids has shape {shape} but must be (..., {len(self._features)}), a column for each feature; pass a list "
-                    "of tensors for other shapes"
-                )
+            self._check_columns(shape)
         names = tuple(ids) if isinstance(ids, Mapping) else ()
         given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
         return self.found(flat, shapes, (names, given), isinstance(ids, Mapping))
@@ -109,6 +105,25 @@ class FeatureIds:
             return FeatureRows(keys_of(flat, start, padding), None, shapes, by_name)
         index, padded = in_table(flat, start, num_rows, padding)
         return FeatureRows(FoundRows(index, source=source), padded, shapes, by_name)
+
+    def check_form(self, ids: Any) -> None:
+        """Raise unless features that look up by themselves, one after the other, can take `ids`."""
+        if isinstance(ids, Ticket):
+            raise InvalidTypeError(
+                "a ticket has the rows of all features, one of which was replaced or has hooks, so that it looks up by "
+                "itself; pass the ids"
+            )
+        if isinstance(ids, Mapping | list | tuple):
+            by_feature(ids, self._features, "ids")
+        else:
+            self._check_columns(tuple(ids.shape))
+
+    def _check_columns(self, shape: tuple[int, ...]) -> None:
+        if not shape or shape[-1] != len(self._features):
+            raise InvalidValueError(
+                f"ids has shape {shape} but must be (..., {len(self._features)}), a column for each feature; pass a list of "
+                "tensors for other shapes"
+            )
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         ids = by_feature(ids, self._features, "ids")

@@ -22,7 +22,6 @@ from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_opti
 from speedtransfer.nn.rounds import Rounds, split
 from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import in_transform, refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
@@ -240,11 +239,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             # What was put in the place of a feature, or looks at its lookups, is called.
             has_hooks = module._forward_hooks or module._forward_pre_hooks
             if has_hooks or module._backward_hooks or module._backward_pre_hooks or type(module) is not Feature:
-                if isinstance(ids, Ticket):
-                    raise InvalidTypeError(
-                        "a ticket has the rows of all features, one of which was replaced or has hooks, so that it looks up "
-                        "by itself; pass the ids"
-                    )
+                self._feature_ids.check_form(ids)
                 return super().forward(ids)
         weight = self.weight
         handle = find_handle(weight)
