@@ -1,8 +1,8 @@
 // Blocks that run at the same time, each on a multiprocessor of its own, and write into the shared memory of each other: a
 // cluster, of Hopper and later. Before it there is one block.
 //
-// What is sent is counted where it arrives: a block expects so many bytes in a turn, and its threads wait until these are
-// there. PTX ISA, "st.async": each store ends in the mbarrier of its receiver, which releases it to those that wait.
+// What is sent is counted where it arrives: a block expects so many bytes, and its threads wait until these are there. PTX
+// ISA, "st.async": each store ends in the mbarrier of its receiver, which releases it to those that wait.
 //
 // The tests have their own of these for the CPU, in tests/shim/cluster_shim.h.
 
@@ -44,7 +44,7 @@ __device__ inline void open_mail(Mail* mail) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// By one thread in each turn, once it has waited for the turn before; some of the bytes may have come already.
+// By one thread, once.
 __device__ inline void expect_mail(Mail* mail, unsigned int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(mail)), "r"(bytes) : "memory");
 }
@@ -58,18 +58,18 @@ __device__ inline void send(float* to, unsigned int block, float4 value, Mail* m
         : "memory");
 }
 
-// Wait for what is expected in a turn, counted from 0.
-__device__ inline void wait_for_mail(Mail* mail, unsigned int turn) {
+// Wait for what is expected.
+__device__ inline void wait_for_mail(Mail* mail) {
     unsigned int done = 0;
     while (!done) {  // a try gives up after a while
         asm volatile(
             "{\n"
             ".reg .pred complete;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], 0;\n"
             "selp.u32 %0, 1, 0, complete;\n"
             "}"
             : "=r"(done)
-            : "r"(shared_address(mail)), "r"(turn & 1)
+            : "r"(shared_address(mail))
             : "memory");
     }
 }
@@ -85,7 +85,7 @@ __device__ inline void meet_all() {
 __device__ inline void open_mail(Mail*) {}
 __device__ inline void expect_mail(Mail*, unsigned int) {}
 __device__ inline void send(float* to, unsigned int, float4 value, Mail*) { *reinterpret_cast<float4*>(to) = value; }
-__device__ inline void wait_for_mail(Mail*, unsigned int) { __syncthreads(); }
+__device__ inline void wait_for_mail(Mail*) { __syncthreads(); }
 __device__ inline void meet_all() { __syncthreads(); }
 
 #endif

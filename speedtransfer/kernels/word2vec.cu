@@ -1,11 +1,12 @@
-// Train the rows of a block of words, copies of those of the tables, as word2vec/compiled.py does: span after span, all scores
-// of a span of the rows as the span finds them.
+// Train the rows of a block of words, copies of those of the tables, as word2vec/compiled.py does: round after round, whose
+// spans, a cluster each, find the same rows, and all scores of a span are of these. How far they move them is added up after
+// the round.
 //
 // What follows from indices alone is found before, for all spans at once: the plans. Then the blocks of a cluster share out the
 // columns: what a span does to a column depends on other columns through the scores alone. So each block has a part of every
-// score, sends it to the block that sums it, and gets what that makes of it: two meetings a span, all else is a block's own. It
-// keeps what a span needs in shared memory, four columns of a row at once. Each number is the work of one thread, in a fixed
-// order: results are the same each time.
+// score, sends it to the block that sums it, and gets what that makes of it: all else is a block's own. It keeps what its span
+// needs in shared memory, four columns of a row at once. Each number is the work of one thread, in a fixed order: results are
+// the same each time.
 
 #include "cluster.cuh"
 
@@ -19,6 +20,7 @@ constexpr unsigned int kParts = 4;      // threads that share a sum of the rows 
 static_assert(kThreads % 32 == 0 && kBlocks <= 8, "whole warps; no device has to run larger clusters");
 
 struct Train {
+    long long round;            // that is trained
     float* center_rows;         // (any, dim)
     float* context_rows;        // (any, dim)
     const long long* bag_rows;  // rows of `center_rows`
@@ -28,8 +30,10 @@ struct Train {
     const long long* after;
     const long long* draws;     // (spans, num_draws): rows of `context_rows`
     int* plans;                 // (spans, plan_size)
-    float* room;                // (blocks, room_size) to work in, or null: shared memory holds it
-    double* loss;               // (blocks, threads), or null
+    int* links;                 // (spans, rows of a span): as those of a plan, in the round
+    float* moves;               // (at_once, rows of a span, dim): how far a round moves them
+    float* room;                // (at_once, blocks, room_size) to work in, or null: shared memory holds it
+    double* loss;               // (at_once, blocks, threads), or null
     long long count;
     long long dim;
     long long span;
@@ -41,6 +45,8 @@ struct Train {
     long long window;           // pairs count with the probability that a window of 1 to this reaches so far; 0: each once
     long long plan_size;
     long long room_size;
+    long long blocks;           // of a cluster
+    long long at_once;          // spans of a round
     double negative;
     double rate;
 };
@@ -156,6 +162,38 @@ __device__ inline void plan_span(const Train& given, const Counts& counts, const
     meet();
 }
 
+// How many spans a round has: the last may have fewer.
+__device__ inline unsigned int spans_of(const Train& given, long long round) {
+    const long long left = (given.count + given.span - 1) / given.span - round * given.at_once;
+    return static_cast<unsigned int>(left < given.at_once ? left : given.at_once);
+}
+
+// Find the rows of a span, each the first there, in the others of its round.
+__device__ inline void link_span(const Train& given, const Counts& counts, long long number) {
+    const unsigned int span = static_cast<unsigned int>(number % given.at_once);
+    const unsigned int spans = spans_of(given, number / given.at_once), end = spans * counts.rows;
+    const auto plan_of = [&](unsigned int other) { return Plan(counts, given.plans + (number - span + other) * given.plan_size); };
+    const Plan plan = plan_of(span);
+    for (unsigned int row = threadIdx.x; row < counts.rows; row += blockDim.x) {
+        if (!(plan.links[row] & 1)) {
+            given.links[number * counts.rows + row] = 0;
+            continue;
+        }
+        const unsigned int from = row < counts.bag_rows ? 0 : counts.bag_rows;
+        const unsigned int to = row < counts.bag_rows ? counts.bag_rows : counts.rows;
+        const auto find = [&](unsigned int first, unsigned int last) {
+            for (unsigned int other = first; other < last; ++other) {
+                const int* rows = plan_of(other).rows;
+                for (unsigned int at = from; at < to; ++at)
+                    if (rows[at] == plan.rows[row]) return other * counts.rows + at;
+            }
+            return end;
+        };
+        const bool is_first = find(0, span) == end;
+        given.links[number * counts.rows + row] = static_cast<int>(find(span + 1, spans) * 2 + is_first);
+    }
+}
+
 __device__ inline float4 get(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ inline void put(float* to, float4 value) { *reinterpret_cast<float4*>(to) = value; }
 __device__ inline void add(float4& sum, float4 value) {
@@ -180,7 +218,7 @@ __device__ inline float4 zeros() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
 
 __device__ inline float softplus(float score) { return fmaxf(score, 0.0f) + log1pf(expf(-fabsf(score))); }
 
-// A block of the cluster at its columns: chunks of four, with zeros beyond the last column. Some threads share a row, its
+// A block of a cluster at its columns: chunks of four, with zeros beyond the last column. Some threads share a row, its
 // chunks among them: a power of two, `lanes`.
 struct Columns {
     const Train& given;
@@ -193,9 +231,9 @@ struct Columns {
     bool wide;  // rows of tables begin at multiples of 16 bytes
 
     __device__ Columns(const Train& given_, float* shared, float* memory)
-        : given(given_), counts(given_), plan(counts, nullptr) {
-        blocks = gridDim.x;
-        block = blockIdx.x;
+        : given(given_), counts(given_), plan(counts, reinterpret_cast<int*>(memory)) {
+        blocks = static_cast<unsigned int>(given.blocks);
+        block = blockIdx.x % blocks;
         const unsigned int all = static_cast<unsigned int>(given.dim + 3) / 4, most = (all + blocks - 1) / blocks;
         first = block * all / blocks;
         chunks = (block + 1) * all / blocks - first;
@@ -211,7 +249,7 @@ struct Columns {
         parts = shared + kMail;
         slopes = parts + blocks * slots;
         weights = slopes + counts.targets * kSpan;
-        rows = memory + 2 * given.plan_size;
+        rows = memory + given.plan_size;
         words = given.single ? rows : rows + counts.rows * stride;
         vectors = given.cbow ? words + (given.single ? counts.rows : counts.bags) * stride : words;
         moves = given.cbow ? vectors + kSpan * stride : given.single ? rows + counts.rows * stride : words + counts.bags * stride;
@@ -228,9 +266,12 @@ struct Columns {
 
     __device__ static bool is_aligned(const void* pointer) { return reinterpret_cast<unsigned long long>(pointer) % 16 == 0; }
 
-    __device__ float* table_row(unsigned int row) const {
-        float* table = row < counts.bag_rows ? given.center_rows : given.context_rows;
+    __device__ const float* table_row(unsigned int row) const {
+        const float* table = row < counts.bag_rows ? given.center_rows : given.context_rows;
         return table + plan.rows[row] * given.dim + first;
+    }
+    __device__ float* moves_of(unsigned int row) const {
+        return given.moves + (blockIdx.x / blocks * static_cast<long long>(counts.rows) + row) * given.dim + first;
     }
     __device__ float4 read(const float* row, unsigned int chunk) const {
         const float* from = row + 4 * chunk;
@@ -251,15 +292,12 @@ struct Columns {
     __device__ unsigned int lane(unsigned int item) const { return item & ((1u << log_lanes) - 1); }
     __device__ unsigned int lanes() const { return 1u << log_lanes; }
 
-    // Read the rows of this span, and the plan of the next one, which is there when they are.
-    __device__ void read_rows(uint4* next_plan, const uint4* next) const {
-        const unsigned int items = counts.rows << log_lanes;
-        const unsigned int size = next == nullptr ? 0 : static_cast<unsigned int>(given.plan_size) / 4;
-        for (unsigned int item = threadIdx.x; item < items + size; item += blockDim.x) {
-            if (item >= items) {
-                next_plan[item - items] = next[item - items];
-                continue;
-            }
+    __device__ void read_plan(const int* from) const {
+        for (unsigned int at = threadIdx.x; at < static_cast<unsigned int>(given.plan_size) / 4; at += blockDim.x)
+            reinterpret_cast<uint4*>(plan.rows)[at] = reinterpret_cast<const uint4*>(from)[at];
+    }
+    __device__ void read_rows() const {
+        for (unsigned int item = threadIdx.x; item < counts.rows << log_lanes; item += blockDim.x) {
             const unsigned int row = item >> log_lanes;
             const bool is_there = plan.rows[row] >= 0;
             const float* from = table_row(row);
@@ -306,8 +344,10 @@ struct Columns {
         return before >= quads ? 0 : quads - before < most ? quads - before : most;
     }
 
-    // By one thread, before anything is sent that is of the rows of this span.
+    // By one thread, before anything is sent.
     __device__ void expect() const {
+        open_mail(parts_mail);
+        open_mail(slopes_mail);
         expect_mail(parts_mail, own_quads() * blocks * 16);
         expect_mail(slopes_mail, quads * 16);
     }
@@ -352,8 +392,7 @@ struct Columns {
         return is_noise ? -slope : slope;
     }
 
-    // The thread that has read parts of scores sends what they make to all blocks: what has come from everywhere has been
-    // read everywhere, and other parts may be sent.
+    // The thread that has read parts of scores sends what they make to all blocks.
     __device__ double send_slopes() const {
         double loss = 0;
         for (unsigned int quad = threadIdx.x; quad < own_quads(); quad += blockDim.x) {
@@ -387,8 +426,8 @@ struct Columns {
         return sum;
     }
 
-    // Find how far what predicts is moved, and move what is predicted. A row that is there several times is moved by the
-    // thread of the first, by all their moves.
+    // Find how far what predicts is moved, and what is predicted. The thread of the first of several that are the same row
+    // adds up the moves of all of them.
     __device__ void move_contexts() const {
         const unsigned int sums = sum_parts * kSpan << log_lanes, moved = (counts.rows - counts.bag_rows) << log_lanes;
         for (unsigned int item = threadIdx.x; item < sums + moved; item += blockDim.x) {
@@ -413,10 +452,10 @@ struct Columns {
             if (!(plan.links[row] & 1)) continue;
 #pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
-                float4 value = get(rows + row * stride + 4 * chunk);
+                float4 sum = zeros();
                 for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2)
-                    add(value, move_of(same, chunk));
-                write(table_row(row), chunk, value);
+                    add(sum, move_of(same, chunk));
+                write(moves_of(row), chunk, sum);
             }
         }
     }
@@ -426,7 +465,7 @@ struct Columns {
             if (!(plan.links[row] & 1)) continue;
 #pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
-                float4 value = get(rows + row * stride + 4 * chunk);
+                float4 sum = zeros();
                 for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2) {
                     const unsigned int bag = plan.bag_of[same], movers = plan.movers[bag];
                     const unsigned int low = given.cbow ? 0 : bag, high = given.cbow ? kSpan : bag + 1;
@@ -437,54 +476,40 @@ struct Columns {
 #pragma unroll 1
                             for (unsigned int part = 0; part < sum_parts; ++part)
                                 add(move, get(moves + (part * kSpan + word) * stride + 4 * chunk));
-                    add(value, move);
+                    add(sum, move);
                 }
-                write(table_row(row), chunk, value);
+                write(moves_of(row), chunk, sum);
             }
         }
     }
 };
 
-// In a block's turn at a span no thread reads what another has written since they last met.
 __device__ __forceinline__ void train_columns(const Train& given, float* shared, float* memory) {
-    Columns columns(given, shared, memory);
-    int* plans = reinterpret_cast<int*>(memory);
-    const long long spans = (given.count + given.span - 1) / given.span;
-    double loss = 0;
-    for (unsigned int at = threadIdx.x; at < given.plan_size; at += blockDim.x) plans[at] = given.plans[at];
-    if (threadIdx.x == 0) {
-        open_mail(columns.parts_mail);
-        open_mail(columns.slopes_mail);
-    }
+    const Columns columns(given, shared, memory);
+    const long long number = given.round * given.at_once + blockIdx.x / columns.blocks;
+    columns.read_plan(given.plans + number * given.plan_size);
+    if (threadIdx.x == 0) columns.expect();
     meet_all();  // no block may be sent anything before
-    for (long long number = 0; number < spans; ++number) {
-        columns.plan = Plan(columns.counts, plans + number % 2 * given.plan_size);
-        if (threadIdx.x == 0) columns.expect();
-        columns.find_weights();
-        const int* next = number + 1 < spans ? given.plans + (number + 1) * given.plan_size : nullptr;
-        columns.read_rows(
-            reinterpret_cast<uint4*>(plans + (number + 1) % 2 * given.plan_size), reinterpret_cast<const uint4*>(next)
-        );
-        meet();
-        if (!given.single) {
-            columns.find_words();
-            meet();
-        }
-        if (given.cbow) {
-            columns.find_vectors();
-            meet();
-        }
-        columns.send_parts();
-        wait_for_mail(columns.parts_mail, static_cast<unsigned int>(number));
-        loss += columns.send_slopes();
-        wait_for_mail(columns.slopes_mail, static_cast<unsigned int>(number));
-        columns.move_contexts();
-        meet();
-        columns.move_centers();
+    columns.find_weights();
+    columns.read_rows();
+    meet();
+    if (!given.single) {
+        columns.find_words();
         meet();
     }
-    meet_all();  // no block may end before what it was sent, and what it has sent, is there
-    if (given.loss != nullptr) given.loss[blockIdx.x * blockDim.x + threadIdx.x] = loss;
+    if (given.cbow) {
+        columns.find_vectors();
+        meet();
+    }
+    columns.send_parts();
+    wait_for_mail(columns.parts_mail);
+    const double loss = columns.send_slopes();
+    wait_for_mail(columns.slopes_mail);
+    columns.move_contexts();
+    meet();
+    columns.move_centers();
+    if (given.loss != nullptr) given.loss[blockIdx.x * blockDim.x + threadIdx.x] += loss;
+    meet_all();  // no block may end before what it has sent is there
 }
 
 }  // namespace
@@ -495,13 +520,38 @@ extern "C" __global__ void plan_spans(const __grid_constant__ Train given) {
         plan_span(given, counts, Plan(counts, given.plans + number * given.plan_size), number);
 }
 
+// After plan_spans.
+extern "C" __global__ void link_spans(const __grid_constant__ Train given) {
+    const Counts counts(given);
+    for (long long number = blockIdx.x; number * given.span < given.count; number += gridDim.x) link_span(given, counts, number);
+}
+
 extern "C" CLUSTER_OF(kBlocks) __launch_bounds__(kThreads, 1) __global__ void train_spans(const __grid_constant__ Train given);
 
 extern "C" __global__ void train_spans(const __grid_constant__ Train given) {
     // Twice, so that the compiler knows which memory it is.
     if (given.room == nullptr) {
-        train_columns(given, shared_floats(), shared_floats() + Columns::exchanged(Counts(given), gridDim.x));
+        train_columns(given, shared_floats(), shared_floats() + Columns::exchanged(Counts(given), static_cast<unsigned int>(given.blocks)));
     } else {
         train_columns(given, shared_floats(), given.room + blockIdx.x * given.room_size);
+    }
+}
+
+// After train_spans: add the moves of a round to each row, those of its spans in their order.
+extern "C" __global__ void add_moves(const __grid_constant__ Train given) {
+    const Counts counts(given);
+    const unsigned int end = spans_of(given, given.round) * counts.rows;
+    const int* links = given.links + given.round * given.at_once * counts.rows;
+    const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
+    for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < end * given.dim; at += threads) {
+        const unsigned int first = static_cast<unsigned int>(at / given.dim), row = first % counts.rows;
+        if (!(links[first] & 1)) continue;
+        const long long span = given.round * given.at_once + first / counts.rows;
+        float* table = row < counts.bag_rows ? given.center_rows : given.context_rows;
+        float* to = table + Plan(counts, given.plans + span * given.plan_size).rows[row] * given.dim + at % given.dim;
+        float value = *to;
+        for (unsigned int same = first; same < end; same = static_cast<unsigned int>(links[same]) / 2)
+            value += given.moves[same * given.dim + at % given.dim];
+        *to = value;
     }
 }

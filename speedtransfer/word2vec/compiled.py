@@ -82,7 +82,7 @@ def _predict(
         lanes.store(slopes, 0, j, lanes.sigmoid(lanes.load(slopes, 0, j), height))
     n = 0
     for at in range(words):
-        lanes.weighted_sum(moves, at, True, slopes, context_rows, predicted, n, n + counts[at])
+        lanes.weighted_sum(moves, at, slopes, context_rows, predicted, n, n + counts[at])
         n += counts[at]
     return loss
 
@@ -121,12 +121,15 @@ def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any
 
     It is not compiled: that would take some seconds, and save microseconds.
     """
-    most_near, most_pairs = WIDTH + 2 * places.reach, WIDTH * (2 * places.reach + 1)
-    nearby = zero_rows(most_near, dim, dtype)  # the vectors of words
+    most_near, most_pairs, at_once = WIDTH + 2 * places.reach, WIDTH * (2 * places.reach + 1), places.at_once
+    nearby, by_column = zero_rows(most_near, dim, dtype), zero_rows(dim, WIDTH, dtype)  # the vectors of words
     vectors = zero_rows(WIDTH, dim, dtype) if cbow else nearby[:WIDTH]  # what predicts
-    moves, move, by_column = (zero_rows(*shape, dtype) for shape in ((WIDTH, dim), (1, dim), (dim, WIDTH)))
-    noise = zero_rows(-(-places.draws.shape[1] // 4) * 4, dim, dtype)
-    noise_slopes, noise_weights = zero_rows(len(noise), WIDTH, dtype), zero_rows(1, WIDTH, dtype)
+    num_noise = -(-places.draws.shape[1] // 4) * 4
+    # How far the spans of a round move rows: of their words, of words near them, and negatives.
+    moves, near_moves, noise = (
+        zero_rows(at_once * count, dim, dtype).reshape(at_once, count, -1) for count in (WIDTH, most_near, num_noise)
+    )
+    noise_slopes, noise_weights = zero_rows(num_noise, WIDTH, dtype), zero_rows(1, WIDTH, dtype)
     slopes, shares, weights = (zero_rows(1, most_pairs, dtype) for _ in range(3))
     weights[:] = 1  # CBOW predicts one word from all of a window: it counts once
     pair_weights = zero_rows(1, most_pairs, dtype) if cbow else weights
@@ -135,32 +138,49 @@ def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any
     predicted, predicting, pair_near, pair_slots = np.zeros((4, most_pairs), np.int64)
     near_words = np.zeros(most_near * WIDTH, np.int64)
     return (
-        (nearby, vectors, moves, move, by_column, noise, noise_slopes, noise_weights, slopes, shares, weights, pair_weights,
-         near_slopes),
+        (nearby, vectors, moves, near_moves, by_column, noise, noise_slopes, noise_weights, slopes, shares, weights,
+         pair_weights, near_slopes),
         (counts, near_sizes, predicted, predicting, pair_near, pair_slots, near_words),
         np.zeros(WIDTH),
     )  # fmt: skip
 
 
+@lanes.compile_inlined
+def _add_words(rows: np.ndarray, places: np.ndarray, moves: np.ndarray, start: int, stop: int) -> None:
+    for i in range(start, stop):
+        lanes.add_row(rows, places[i], moves, i - start)
+
+
+@lanes.compile_inlined
+def _add_bags(
+    rows: np.ndarray, places: np.ndarray, starts: np.ndarray, moves: np.ndarray, start: int, stop: int
+) -> None:
+    for i in range(start, stop):
+        for bag in range(starts[i], starts[i + 1]):
+            lanes.add_row(rows, places[bag], moves, i - start)
+
+
 @lanes.compile_loops
 def train(
     center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
-    before: np.ndarray, after: np.ndarray, draws: np.ndarray, most_words: int, reach: int, window: int, negatives: int,
-    rate: Any, cbow: bool, with_loss: bool, scratch: Any
+    before: np.ndarray, after: np.ndarray, draws: np.ndarray, most_words: int, at_once: int, reach: int, window: int,
+    negatives: int, rate: Any, cbow: bool, with_loss: bool, scratch: Any
 ) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
     Both, (u, width) and (v, width), are float32 or float64, as `rate` is; width is a multiple of `WIDTH`, with zeros from the
-    dimension of the vectors on. It is fastest where each row begins where a line of the cache does. `most_words` are trained
-    at once, `WIDTH` at most; the others are as in `Places` and `block_gradients`.
+    dimension of the vectors on. It is fastest where each row begins where a line of the cache does. A span has `most_words`,
+    `WIDTH` at most; the others are as in `Places` and `block_gradients`.
     """
     numbers, indices, served = scratch
-    nearby, vectors, moves, move, by_column, noise, noise_slopes, noise_weights = numbers[:8]
+    nearby, vectors, all_moves, all_near_moves, by_column, all_noise, noise_slopes, noise_weights = numbers[:8]
     slopes, shares, weights, pair_weights, near_slopes = numbers[8:]
     counts, near_sizes, predicted, predicting, pair_near, pair_slots, near_words = indices
     count, num_draws, loss = len(contexts), draws.shape[1], 0.0
 
     for number in range(len(draws)):
+        place = number % at_once
+        moves, near_moves, noise = all_moves[place], all_near_moves[place], all_noise[place]
         start, stop = number * most_words, min((number + 1) * most_words, count)
         low, high = max(start - reach, 0), min(stop + reach, count)
         _find_pairs(
@@ -168,7 +188,6 @@ def train(
             served
         )  # fmt: skip
 
-        # All of this is of the rows as the span finds them.
         first, last = (low, high) if cbow else (start, stop)
         for i in range(first, last):
             lanes.mean_row(nearby, i - first, center_rows, bag_rows, starts[i], starts[i + 1])
@@ -178,7 +197,7 @@ def train(
             counts[i - start] = min(size, 1) if cbow else size
             if cbow:
                 served[i - start] = counts[i - start]
-                lanes.weighted_sum(vectors, i - start, True, shares, nearby, pair_near, n, n + size)
+                lanes.weighted_sum(vectors, i - start, shares, nearby, pair_near, n, n + size)
             for j in range(counts[i - start]):
                 predicted[predictions] = contexts[i if cbow else low + pair_near[n + j]]
                 predicting[predictions] = i - start
@@ -195,28 +214,31 @@ def train(
             served, words, vectors, by_column, noise, noise_weights, noise_slopes, moves, negatives, num_draws, rate,
             with_loss
         )  # fmt: skip
-
-        # What is written from here on is read by the next span.
-        if cbow:
-            for n in range(predictions):
-                lanes.weighted_sum(context_rows, predicted[n], False, slopes, vectors, predicting, n, n + 1)
-        else:
+        if not cbow:
             for n in range(predictions):
                 near_slopes[0, pair_slots[n]] = slopes[0, n]
-            for i in range(start, stop):
-                for bag in range(starts[i], starts[i + 1]):
-                    lanes.add_row(center_rows, bag_rows[bag], moves, i - start)
-        for i in range(low, high):
-            first = (i - low) * WIDTH
-            last = first + near_sizes[i - low]
+        for near in range(high - low):
+            n, movers = near * WIDTH, moves if cbow else vectors
+            lanes.weighted_sum(near_moves, near, near_slopes, movers, near_words, n, n + near_sizes[near])
+        if cbow:  # from here on `moves` are those of what is predicted
+            n = 0
+            for at in range(words):
+                lanes.weighted_sum(moves, at, slopes, vectors, predicting, n, n + counts[at])
+                n += counts[at]
+
+        if (number + 1) % at_once and number + 1 < len(draws):
+            continue
+        for done in range(place + 1):
+            start = (number - place + done) * most_words
+            stop = min(start + most_words, count)
+            low, high = max(start - reach, 0), min(stop + reach, count)
             if cbow:
-                lanes.weighted_sum(move, 0, True, near_slopes, moves, near_words, first, last)
-                for bag in range(starts[i], starts[i + 1]):
-                    lanes.add_row(center_rows, bag_rows[bag], move, 0)
+                _add_words(context_rows, contexts, all_moves[done], start, stop)
+                _add_bags(center_rows, bag_rows, starts, all_near_moves[done], low, high)
             else:
-                lanes.weighted_sum(context_rows, contexts[i], False, near_slopes, vectors, near_words, first, last)
-        for t in range(num_draws):
-            lanes.add_row(context_rows, draws[number, t], noise, t)
+                _add_words(context_rows, contexts, all_near_moves[done], low, high)
+                _add_bags(center_rows, bag_rows, starts, all_moves[done], start, stop)
+            _add_words(context_rows, draws[number - place + done], all_noise[done], 0, num_draws)
     return loss
 
 
@@ -235,7 +257,7 @@ def gradients(
     where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
     scratch = _scratch(places, dim, rows[0].dtype, cbow)
-    sizes = places.span, places.reach, places.window, negative
+    sizes = places.span, places.at_once, places.reach, places.window, negative
     loss: float = train(*copies, *numbers, *sizes, typed_rate, cbow, with_loss, scratch)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))

@@ -209,17 +209,14 @@ def score(rows: np.ndarray, n: int, others: np.ndarray, m: int) -> Any:
 
 @compile_inlined
 def weighted_sum(
-    into: np.ndarray, n: int, anew: bool, weights: np.ndarray, rows: np.ndarray, chosen: np.ndarray, first: int, last: int
+    into: np.ndarray, n: int, weights: np.ndarray, rows: np.ndarray, chosen: np.ndarray, first: int, last: int
 ) -> None:  # fmt: skip
-    """Add to row `n` of `into`, or where `anew` set it to, ``weights[0, j] * rows[chosen[j]]`` of j from `first` to `last`."""
+    """Set row `n` of `into` to the sum of ``weights[0, j] * rows[chosen[j]]``, j from `first` to `last`."""
     zero, width = fill(into.dtype.type(0)), into.shape[1]
     by_fours = width // _FOUR * _FOUR  # what an element of `chosen` costs beside its row is then shared by four vectors
     for d in range(0, by_fours, _FOUR):
         d1, d2, d3 = d + WIDTH, d + 2 * WIDTH, d + 3 * WIDTH
-        if anew:
-            s0 = s1 = s2 = s3 = zero
-        else:
-            s0, s1, s2, s3 = load(into, n, d), load(into, n, d1), load(into, n, d2), load(into, n, d3)
+        s0 = s1 = s2 = s3 = zero
         for j in range(first, last):
             weight, m = fill(weights[0, j]), chosen[j]
             s0 = mul_add(weight, load(rows, m, d), s0)
@@ -231,7 +228,7 @@ def weighted_sum(
         store(into, n, d2, s2)
         store(into, n, d3, s3)
     for d in range(by_fours, width, WIDTH):
-        s0 = zero if anew else load(into, n, d)
+        s0 = zero
         for j in range(first, last):
             s0 = mul_add(fill(weights[0, j]), load(rows, chosen[j], d), s0)
         store(into, n, d, s0)

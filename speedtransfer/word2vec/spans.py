@@ -1,33 +1,32 @@
-"""Train the rows of a block on a CUDA device by two kernels, or in torch by two dozen operations a span."""
+"""Train the rows of a block on a CUDA device by two kernels a round of spans, or in torch by two dozen operations a span."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, current_stream, launch_kernel, load_kernel
+from speedtransfer.cuda import ARGUMENT_AT, KernelArgument, current_stream, launch_kernel, load_kernel
 from speedtransfer.once import once
 from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places, pair_weight
 
 CLUSTER = 8  # kBlocks of word2vec.cu: that many of Hopper and later train together, and before it there is one
 THREADS = 512  # kThreads, of each block
-_PLAN_THREADS = 128
+_PLAN_THREADS, _ADD_THREADS = 128, 256
 _SPAN, _PARTS = MOST_WORDS_AT_ONCE, 4  # kSpan, kParts
 _SHARED_BYTES = 64 << 10  # of a block: every device that torch supports has as much
-_TRAIN = KernelArgument("22q2d")  # struct Train
+_TRAIN = KernelArgument("27q2d")  # struct Train, of which the round comes first
 
 
 class Work(NamedTuple):
-    """What the kernels plan_spans and train_spans are launched with."""
+    """What the kernels of word2vec.cu are launched with."""
 
-    argument: np.ndarray
-    num_spans: int
+    argument: Any
     shared_bytes: int
-    memory: tuple[Tensor | None, ...]  # that they work in, to be kept until they are queued
+    memory: tuple[Tensor, ...]  # that they work in, to be kept until they are queued; the first for moves
 
 
 def pack_spans(
@@ -36,24 +35,28 @@ def pack_spans(
 ) -> Work:  # fmt: skip
     """Return what the kernels are launched with: arguments as `gradients.block_gradients`, rows contiguous.
 
-    `losses`, float64 of shape (blocks, threads), get the loss in parts, to be summed; `blocks` train together.
+    `losses`, zeros of float64, (at_once, blocks, threads), get the loss in parts, to be summed; `blocks` train a span.
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
-    bag_rows, plan_size, room_size = _sizes(places, dim, cbow, blocks)
+    bag_rows, rows, plan_size, room_size = _sizes(places, dim, cbow, blocks)
     exchanged = 4 * _exchanged(places, cbow, blocks)
     in_shared = exchanged + 4 * room_size <= _SHARED_BYTES
-    plans = torch.empty(num_spans * plan_size, dtype=torch.int32, device=center_rows.device)
-    room = None if in_shared else center_rows.new_empty(blocks * room_size)
+    plans, links = (
+        torch.empty(num_spans * size, dtype=torch.int32, device=center_rows.device) for size in (plan_size, rows)
+    )
+    moves = center_rows.new_empty(places.at_once * rows * dim)
+    room = center_rows.new_empty(0 if in_shared else places.at_once * blocks * room_size)
     bags = places.bags
     given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
     packed = _TRAIN.pack(
-        *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans)),
+        0, *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans, links, moves)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (room, losses)),
         len(places.before), dim, places.span, places.reach, places.draws.shape[1], bag_rows, _is_single(places), cbow,
-        places.window, plan_size, room_size, negative, rate,
+        places.window, plan_size, room_size, blocks, places.at_once, negative, rate,
     )  # fmt: skip
-    return Work(packed, num_spans, exchanged + (4 * room_size if in_shared else 0), (plans, room))
+    shared_bytes = exchanged + (4 * room_size if in_shared else 0)
+    return Work(packed, shared_bytes, (moves, plans, links, room))
 
 
 def fits_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
@@ -71,8 +74,8 @@ def _exchanged(places: Places, cbow: bool, blocks: int) -> int:
     return 4 + (blocks + 1) * slots + targets * _SPAN
 
 
-def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> tuple[int, int, int]:
-    """Return the rows of bags that a span reads at most, and numbers of 4 bytes: of its plan, and of each block's room."""
+def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> tuple[int, int, int, int]:
+    """Return how many rows of bags a span reads at most, and rows, and numbers of 4 bytes: of its plan and a block's room."""
     reach = places.reach
     near, bags = (_SPAN, _SPAN + 2 * reach) if cbow else (_SPAN + 2 * reach, _SPAN)
     bag_rows, single = bags, _is_single(places)
@@ -85,9 +88,9 @@ def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> tuple[int, int,
     rows = bag_rows + near + places.draws.shape[1]
     plan = _up(2 * rows + bag_rows + 2 * bags + 1 + 3 * _SPAN, 4)
     parts = _PARTS if blocks > 1 and not cbow else 1
-    rows += (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
+    kept = rows + (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
     chunks = _up(_up(dim, 4) // 4, blocks) // blocks  # of four columns, of each block
-    return bag_rows, plan, 2 * plan + rows * 4 * (chunks | 1)
+    return bag_rows, rows, plan, plan + kept * 4 * (chunks | 1)
 
 
 def _up(number: int, multiple: int) -> int:
@@ -101,7 +104,7 @@ def _is_single(places: Places) -> bool:
 
 @once
 def _blocks(device: torch.device) -> int:
-    """Return how many blocks train together."""
+    """Return how many blocks train a span."""
     return CLUSTER if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
@@ -111,15 +114,27 @@ def train_by_kernel(
     """Train rows in place; arguments as `pack_spans`. Return the loss, shape (), where it is wanted."""
     device = center_rows.device
     blocks = _blocks(device)
-    losses = torch.zeros(blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
+    losses = torch.zeros(places.at_once, blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
     work = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses, blocks)
-    if work.num_spans:
-        stream = current_stream(device)
-        launch_kernel(_kernel(device, "plan_spans"), min(work.num_spans, 65_535), _PLAN_THREADS, work.argument, stream)
-        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS, work.argument, stream, work.shared_bytes)
-    # The memory may go once the kernels are queued: it is given to nothing that does not queue behind them.
-    del work
+    stream = current_stream(device)
+
+    def launch(name: str, blocks: int, threads: int, shared_bytes: int = 0) -> None:
+        launch_kernel(_kernel(device, name), blocks, threads, work.argument, stream, shared_bytes)
+
+    # The memory of the work may go once the kernels are queued: it is given to nothing that does not queue behind them.
+    run_rounds(work, places, blocks, launch)
     return None if losses is None else losses.sum().to(center_rows.dtype)
+
+
+def run_rounds(work: Work, places: Places, blocks: int, launch: Callable[..., None]) -> None:
+    """Train round after round; `launch` gets the name of a kernel, its blocks and threads, and bytes of shared memory."""
+    moves, at_once, num_spans = len(work.memory[0]), places.at_once, len(places.draws)
+    for name in ("plan_spans", "link_spans") if num_spans else ():
+        launch(name, min(num_spans, 65_535), _PLAN_THREADS)
+    for number, first in enumerate(range(0, num_spans, at_once)):
+        work.argument[ARGUMENT_AT // 8] = number
+        launch("train_spans", min(at_once, num_spans - first) * blocks, THREADS, work.shared_bytes)
+        launch("add_moves", -(-moves // _ADD_THREADS), _ADD_THREADS)
 
 
 # Finding it again would make the device current each time.
@@ -135,6 +150,7 @@ def train_in_torch(
     contexts, reach = places.contexts, places.reach
     loss = center_rows.new_zeros(()) if with_loss else None
     at = torch.arange(len(contexts), device=center_rows.device)
+    added = list[tuple[Tensor, Tensor, Tensor]]()  # to tables, at rows: after the round
     for number, drawn in enumerate(places.draws):
         start, stop = number * places.span, min((number + 1) * places.span, len(contexts))
         here, near = slice(start, stop), slice(max(start - reach, 0), min(stop + reach, len(contexts)))
@@ -157,9 +173,15 @@ def train_in_torch(
         slope, noise_slope = torch.sigmoid(-scores) * counts * rate, torch.sigmoid(noise_scores) * weight * -rate
         positives = context_rows[targets]
         moves = noise_slope @ noise + (slope * positives if cbow else slope @ positives)
-        _add(context_rows, targets, slope * vectors if cbow else slope.T @ vectors)
-        _add(context_rows, drawn, noise_slope.T @ vectors)
-        _add(center_rows, bags, (inside.T @ moves if cbow else moves)[bag_of])
+        added += [
+            (context_rows, targets, slope * vectors if cbow else slope.T @ vectors),
+            (context_rows, drawn, noise_slope.T @ vectors),
+            (center_rows, bags, (inside.T @ moves if cbow else moves)[bag_of]),
+        ]
+        if (number + 1) % places.at_once == 0 or stop == len(contexts):
+            for move in added:
+                _add(*move)
+            added.clear()
     return loss
 
 

@@ -18,17 +18,10 @@ struct alignas(16) float4 {
 #define __launch_bounds__(...)
 #define CLUSTER_OF(blocks)
 
-// An mbarrier: bytes that are yet to come in a turn, and kPending more while nobody has said how many.
+// An mbarrier: bytes that are yet to come, and kPending more while nobody has said how many.
 struct Mail {
     static constexpr int kPending = 1 << 28;
-    int turn, left;
-
-    void take(int bytes) {
-        left -= bytes;
-        if (left != 0) return;
-        ++turn;
-        left = kPending;
-    }
+    int left;
 };
 
 // Of a cluster that runs.
@@ -45,10 +38,12 @@ struct Cluster {
     unsigned int first, blocks, threads, now = 0;  // blocks of the launch, from the first of this cluster on
     bool late;
     std::size_t shared;  // bytes that a block may use
-    std::unique_ptr<char[]> stacks;
+    // Kept, as they take a while to get, and not filled: most of it is never touched.
+    static inline std::unique_ptr<char[]> stacks;
+    static inline unsigned int num_stacks = 0;
     std::vector<float4> memory;
     std::vector<State> states;
-    std::vector<std::pair<const Mail*, int>> waits;  // for what a thread waits, and in which turn
+    std::vector<const Mail*> waits;  // for what a thread waits
     std::vector<Sent> sent;
     std::unique_ptr<jmp_buf[]> places;
     std::vector<ucontext_t> starts;
@@ -73,8 +68,7 @@ struct Cluster {
         _longjmp(places[thread], 1);
     }
     bool may_go_on(unsigned int thread) const {
-        const auto& [mail, turn] = waits[thread];
-        return states[thread] == kRuns || (states[thread] == kWaits && mail->turn != turn);
+        return states[thread] == kRuns || (states[thread] == kWaits && waits[thread]->left == 0);
     }
     // Let threads go on if all of these are there.
     bool release(unsigned int from, unsigned int to, State state) {
@@ -85,7 +79,7 @@ struct Cluster {
     }
     void deliver(const Sent& one) {
         std::memcpy(one.to, &one.value, sizeof one.value);
-        one.mail->take(sizeof one.value);
+        one.mail->left -= sizeof one.value;
     }
     void run(bool backwards);
 };
@@ -97,11 +91,11 @@ inline float* shared_floats() { return cluster->of_block(cluster->block()); }
 inline void meet() { cluster->stop(Cluster::kMeets); }
 inline void meet_all() { cluster->stop(Cluster::kMeetsAll); }
 
-inline void open_mail(Mail* mail) { *mail = {0, Mail::kPending}; }
+inline void open_mail(Mail* mail) { *mail = {Mail::kPending}; }
 
 inline void expect_mail(Mail* mail, unsigned int bytes) {
-    expect(mail->left > Mail::kPending / 2);  // once a turn
-    mail->take(Mail::kPending - static_cast<int>(bytes));
+    expect(mail->left > Mail::kPending / 2);  // once
+    mail->left -= Mail::kPending - static_cast<int>(bytes);
 }
 
 inline void send(float* to, unsigned int block, float4 value, Mail* mail) {
@@ -114,12 +108,10 @@ inline void send(float* to, unsigned int block, float4 value, Mail* mail) {
     cluster->sent.pop_back();
 }
 
-inline void wait_for_mail(Mail* mail, unsigned int turn) {
-    const int wanted = static_cast<int>(turn);
-    expect(mail->turn == wanted || mail->turn == wanted + 1);  // a device sees no more than whether it is odd
-    cluster->waits[cluster->now] = {mail, wanted};
-    if (mail->turn == wanted) cluster->stop(Cluster::kWaits);
-    expect(mail->turn == wanted + 1);
+inline void wait_for_mail(Mail* mail) {
+    cluster->waits[cluster->now] = mail;
+    if (mail->left != 0) cluster->stop(Cluster::kWaits);
+    expect(mail->left == 0);
 }
 
 inline void run_in_cluster() {
@@ -129,7 +121,7 @@ inline void run_in_cluster() {
 
 inline void Cluster::run(bool backwards) {
     const unsigned int count = blocks * threads;
-    stacks.reset(new char[count * kStack]);  // not filled: most of it is never touched
+    if (std::exchange(num_stacks, std::max(num_stacks, count)) < count) stacks.reset(new char[count * kStack]);
     memory.resize(blocks * room());
     std::memset(memory.data(), 0xff, memory.size() * sizeof(float4));  // not a number
     states.assign(count, kRuns);

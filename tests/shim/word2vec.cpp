@@ -7,4 +7,6 @@
 extern "C" void set_engine(unsigned int bytes) { shared_bytes = bytes; }
 
 KERNEL_CLUSTERS(plan_spans, 1)
-KERNEL_CLUSTERS(train_spans, blocks)
+KERNEL_CLUSTERS(link_spans, 1)
+KERNEL_CLUSTERS(train_spans, static_cast<unsigned int>(static_cast<const Train*>(argument)->blocks))
+KERNEL_CLUSTERS(add_moves, 1)
