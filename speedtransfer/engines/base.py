@@ -142,6 +142,12 @@ def check_apart(engine: Engine, planes: Sequence[Tensor], index: Tensor) -> None
     engine.gather([nothing], index, [nothing.new_empty((len(index), 0), device=engine.device)], check=True)
 
 
+def ascending(index: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return `index` (n,) in ascending order, and the places of its values; a radix sort of 32 bits passes half as often."""
+    places = (index.int() if num_rows <= 1 << 31 else index).argsort()
+    return index[places], places
+
+
 def check_host_index(index: Tensor, planes: Sequence[Tensor]) -> None:
     """Raise for the first value of `index`, (n,) int64 on the CPU, that is no row of `planes`, if there are any."""
     array = index.numpy()

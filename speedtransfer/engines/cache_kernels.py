@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import KernelArgument, launch_over
-from speedtransfer.engines.base import CachedRows, KernelEngine, Queue
+from speedtransfer.engines.base import CachedRows, KernelEngine, Queue, ascending
 from speedtransfer.engines.cache_slots import Slots
 
 COUNTERS = 256  # as in cache.cu
@@ -55,7 +55,7 @@ def move(
     """
     places = None
     if unsorted and len(ids) >= _SORT_ROWS:
-        ids, places = ids.sort()
+        ids, places = ascending(ids, len(planes[0]))
     found, lanes, argument = _argument(slots, planes, ids, rows, direction == "scatter", places, seen, counts)
 
     def queue(_: CachedRows | None) -> list[Tensor]:

@@ -23,7 +23,7 @@ from speedtransfer.cuda import (
     resolve_cuda,
     to_device,
 )
-from speedtransfer.engines.base import Queue, check_host_index, leaves_faults, out_of_range
+from speedtransfer.engines.base import Queue, ascending, check_host_index, leaves_faults, out_of_range
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
 # Below this an index is as well left as it is: an estimate, as `sort_rows` is.
@@ -153,8 +153,7 @@ class MappedEngine:
             return index, None
         if len(index) * sum(plane.shape[1] * plane.element_size() for plane in planes) < _SORT_BYTES:
             return index, None
-        ids, places = index.sort()
-        return ids, places
+        return ascending(index, len(planes[0]))
 
     def _move(
         self,
