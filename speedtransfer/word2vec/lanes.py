@@ -22,7 +22,6 @@ from speedtransfer.jit import compile_function
 WIDTH = 16  # a cache line of float32
 # Sums in any order, which is what lets them run in vectors; infinities and NaN stay what they are.
 _MATH = {"reassoc", "contract", "arcp", "nsz"}
-_FOUR = 4 * WIDTH
 
 _Code = Callable[[Any, Any, Any, Any], Any]
 # Of IEEE 754: bits of the fraction, and what is added to the exponent; and terms of exp's series that such numbers need.
@@ -212,26 +211,11 @@ def weighted_sum(
     into: np.ndarray, n: int, weights: np.ndarray, rows: np.ndarray, chosen: np.ndarray, first: int, last: int
 ) -> None:  # fmt: skip
     """Set row `n` of `into` to the sum of ``weights[0, j] * rows[chosen[j]]``, j from `first` to `last`."""
-    zero, width = fill(into.dtype.type(0)), into.shape[1]
-    by_fours = width // _FOUR * _FOUR  # what an element of `chosen` costs beside its row is then shared by four vectors
-    for d in range(0, by_fours, _FOUR):
-        d1, d2, d3 = d + WIDTH, d + 2 * WIDTH, d + 3 * WIDTH
-        s0 = s1 = s2 = s3 = zero
+    for d in range(0, into.shape[1], WIDTH):
+        sums = fill(into.dtype.type(0))
         for j in range(first, last):
-            weight, m = fill(weights[0, j]), chosen[j]
-            s0 = mul_add(weight, load(rows, m, d), s0)
-            s1 = mul_add(weight, load(rows, m, d1), s1)
-            s2 = mul_add(weight, load(rows, m, d2), s2)
-            s3 = mul_add(weight, load(rows, m, d3), s3)
-        store(into, n, d, s0)
-        store(into, n, d1, s1)
-        store(into, n, d2, s2)
-        store(into, n, d3, s3)
-    for d in range(by_fours, width, WIDTH):
-        s0 = zero
-        for j in range(first, last):
-            s0 = mul_add(fill(weights[0, j]), load(rows, chosen[j], d), s0)
-        store(into, n, d, s0)
+            sums = mul_add(fill(weights[0, j]), load(rows, chosen[j], d), sums)
+        store(into, n, d, sums)
 
 
 @compile_inlined
