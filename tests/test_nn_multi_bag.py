@@ -158,6 +158,18 @@ def test_dense_ids_and_columns(last):
     assert torch.equal(weighed(columns, torch.full(columns.shape, 2.0)), weighed(columns) * 2)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("make", [multi, lambda: st.MultiEmbedding(SIZES, DIM, padding_idx=PADDING)])
+def test_vmap(make):
+    ours = make()
+    ids = {
+        name: torch.arange(24).view(4, 2, 3) % SIZES[FEATURES.get(name, name)] for name in ours._feature_ids._features
+    }
+    each = [ours({name: part[i] for name, part in ids.items()}) for i in range(4)]
+    for name, part in torch.func.vmap(ours)(ids).items():
+        torch.testing.assert_close(part, torch.stack([found[name] for found in each]))
+
+
 @pytest.mark.parametrize("given", ["with the ids", "beside", "of some", "a list", "with a ticket"])
 def test_weights(given):
     bags, dense = batch(), Dense(dtype=torch.float64)

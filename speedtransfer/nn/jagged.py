@@ -73,16 +73,18 @@ class Bags(NamedTuple):
         """Return how many ids each bag has."""
         return torch.cat([self.offsets, self.offsets.new_full((1,), len(self.values))]).diff()
 
-    def pooled(
-        self, rows: Tensor, index: Tensor, modes: Mapping[str, str], padding_idx: int | None, **more: Any
-    ) -> Tensor:
-        """Return the sums, means and maxima of the bags, ``(bags, dim)``, of which each id has the row at its `index` (n,)."""
+    def pooled(self, rows: Tensor, index: Tensor, modes: Mapping[str, str], padding_idx: Any, **more: Any) -> Tensor:
+        """Return the sums, means and maxima of the bags, ``(bags, dim)``, of which each id has the row at its `index` (n,).
+
+        `padding_idx` is an index, None, or one of these by feature.
+        """
         found, bag, at, offsets = [], 0, 0, to_device(self.offsets, index.device)
+        by_name = padding_idx if isinstance(padding_idx, Mapping) else dict.fromkeys(self.counts, padding_idx)
         # Features of one mode follow each other.
-        for mode, some in itertools.groupby(self.counts, modes.__getitem__):
+        for (mode, padding), some in itertools.groupby(self.counts, lambda name: (modes[name], by_name[name])):
             names = list(some)
             end, stop = at + sum(self.lengths[name] for name in names), bag + sum(self.counts[n] for n in names)
-            given: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, **more}
+            given: dict[str, Any] = {"mode": mode, "padding_idx": padding, **more}
             if self.weights is not None and mode == "sum":
                 given["per_sample_weights"] = self.weights[at:end]
             own = offsets if stop - bag == len(offsets) else offsets[bag:stop] - at

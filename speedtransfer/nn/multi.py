@@ -262,6 +262,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         """Return the rows of each feature, which backward notes in `used`."""
         if rows.requires_grad and not in_transform():
             return split(rows, list(sizes.values()), self._bits(sizes), used)
+        if in_transform():
+            # For "unsafe" ones vmap has no rule.
+            return [part.clone() for part in rows.split(list(sizes.values()))] if sizes else ()
         # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
         return torch.unsafe_split_with_sizes(rows, list(sizes.values())) if sizes else ()
 

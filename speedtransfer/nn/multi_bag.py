@@ -215,7 +215,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         if handle is None or in_transform():
             refuse_without_rows(self.__dict__.get("_handle"))
             index = found.index.ids if isinstance(found.index, Ticket) else rows_in(found.index)
-            index, padding = without_padding(index, found.padded)
+            tables: Any = {name: self._modules[table] for name, table in self.features.items()}
+            padding = {n: None if it.padding_idx is None else it.start + it.padding_idx for n, it in tables.items()}
             return bags.pooled(weight, index, self.modes, padding, max_norm=self.max_norm, norm_type=self.norm_type)
         training = torch.is_grad_enabled() and handle.requires_grad
         padding_row = handle.id_space.padding_row(self.padding_idx) if self._keys is not None else None
