@@ -228,6 +228,15 @@ def test_offsets_that_are_none(offsets, mode):
         bag = speedtransfer.EmbeddingBag(30, 4, padding_idx=padding, include_last_offset=True, memory="pageable")
         with pytest.raises(RuntimeError, match="offsets"):
             bag(torch.arange(20), torch.tensor([0, 21]))
+    for options, end in (
+        ({}, [0, 3]),
+        ({}, [0]),
+        ({"max_norm": 1.0}, [0, 3]),
+        ({"padding_idx": 29, "max_norm": 1.0}, [0]),
+    ):
+        bag = speedtransfer.EmbeddingBag(30, 4, mode=mode, include_last_offset=True, device="cpu", **options)
+        with pytest.raises(InvalidValueError, match=r"end at [03] but there are 20 ids"):
+            bag(torch.arange(20), torch.tensor(end))
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------------

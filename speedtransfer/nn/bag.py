@@ -82,7 +82,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         if not self._handle.owners.has_whole:
             input = ask(self, input)
         elif self.max_norm is not None or self._handle.id_space.come_and_go:
-            check_bags(self._handle, input, offsets, per_sample_weights, self.mode, freq, last)
+            padded = self.padding_idx is not None
+            check_bags(self._handle, input, offsets, per_sample_weights, self.mode, freq, last, padded)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
             about = training, self.max_norm, self.norm_type, padding

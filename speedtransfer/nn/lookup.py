@@ -161,7 +161,8 @@ def bag_lookup(
         What ids read that have no row.
     """
     if type(offsets) is Tensor and active.inverse.dim() == 1:
-        offsets = _checked_offsets(offsets, len(active.inverse), active._handle)
+        padded = active._padding_idx >= 0
+        offsets = _checked_offsets(offsets, len(active.inverse), active._handle, include_last_offset, padded)
     rows, inverse, padding = apart_from_padding(active, beside)
     takes_last = include_last_offset and padding is None and active._padding_idx >= 0
     if offsets is not None and takes_last and offsets.dim() == 1 and not _reaches_beyond(offsets, len(inverse)):
@@ -184,14 +185,21 @@ def bag_lookup(
 
 
 def check_bags(
-    handle: Handle, ids: Any, offsets: Tensor | None, weights: Tensor | None, mode: str, freq: bool, last: bool
+    handle: Handle,
+    ids: Any,
+    offsets: Tensor | None,
+    weights: Tensor | None,
+    mode: str,
+    freq: bool,
+    last: bool,
+    padded: bool,
 ) -> None:
     """Raise where `bag_lookup` would, for `ids` of some shape: before a lookup that shortens rows or admits ids."""
     shape = getattr(ids, "shape", None)
     if shape is None:
         return
     if type(offsets) is Tensor and len(shape) == 1:
-        offsets = _checked_offsets(offsets, shape[0], handle)
+        offsets = _checked_offsets(offsets, shape[0], handle, last, padded)
     row = torch.zeros(1, 1, dtype=handle.rows.dtype, device=handle.table.device)
     given = torch.zeros(tuple(shape), dtype=torch.int64, device=row.device)
     with torch.no_grad():
@@ -203,6 +211,7 @@ def check_bags(
             scale_grad_by_freq=freq,
             include_last_offset=last,
             per_sample_weights=weights,
+            padding_idx=0 if padded else None,
         )
 
 
@@ -223,7 +232,7 @@ def _reaches_beyond(offsets: Tensor, count: int) -> bool:
     return not offsets.is_cuda and len(offsets) > 0 and int(offsets[-1]) > count
 
 
-def _checked_offsets(offsets: Tensor, count: int, handle: Handle) -> Tensor:
+def _checked_offsets(offsets: Tensor, count: int, handle: Handle, last: bool, padded: bool) -> Tensor:
     """Return a copy of the offsets of bags of `count` ids, or raise: torch's kernels on the CPU address memory by them."""
     if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
         return offsets
@@ -236,4 +245,10 @@ def _checked_offsets(offsets: Tensor, count: int, handle: Handle) -> Tensor:
         return offsets
     # Torch looks at the first and the last.
     check_order(array, str(handle))
+    # With a padding row the last bag of torch extends to the end of the ids.
+    if last and array[-1] < count and (not padded or len(array) == 1):
+        raise InvalidValueError(
+            f"offsets of {handle} end at {array[-1]} but there are {count} ids, and include_last_offset=True says that the "
+            "last one is their end; pass input[: offsets[-1]]"
+        )
     return torch.from_numpy(array)
