@@ -214,6 +214,8 @@ def test_nested_bags(options):
     assert_alike(ours, dense, ids, None, weights)
     with pytest.raises(InvalidValueError, match=r"nested tensor \(torch.jagged, 3-D\)"):
         ours(ids.unsqueeze(-1))
+    with pytest.raises(InvalidValueError, match="weights of input are in other bags than its ids"):
+        ours(ids, None, torch.nested.nested_tensor([FLAT[:4] + 0.5, FLAT[4:] + 0.5], layout=torch.jagged))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -256,6 +256,7 @@ def test_a_vocabulary():
 
 
 PAIR = (torch.tensor([1, 2, 3]), torch.tensor([0, 1]))
+JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
 
 
 def but(**parts):
@@ -281,7 +282,9 @@ REFUSED = [
     (lambda m: m(keyed_at(0, 1, 2, 3, 3, weights=torch.ones(3))), "feature 'who' has weights but"),
     (lambda m: m(but(), {"seen": torch.ones(2)}), "feature 'seen' has 2 weights but 3 ids"),
     (lambda m: m(but(), {"seen": torch.ones(3).half()}), r"weights have dtype torch.float16 but .* torch.float32"),
-    (lambda m: m(but(who=PAIR[0][None].T), {"who": torch.ones(1, 3)}), r"weights of shape \(1, 3\) but 3 bags"),
+    (lambda m: m(but(who=PAIR[0][None].T), {"who": torch.ones(1, 3)}), "weights of feature 'who' are in other bags"),
+    (lambda m: m(but(), {"seen": JAGGED}), "weights of feature 'seen' are in other bags"),
+    (lambda m: m(but(), {"seen": "half"}), "weights of feature 'seen' are a str that is no tensor"),
     (lambda m: m(but(who=torch.ones(2, 3).bool())), "the ids of feature 'who' are torch.bool"),
     (lambda m: m(but(), torch.ones(3)), r"per_sample_weights has shape \(3,\) but must be \(bags, 4\)"),
     (lambda m: m(but(who=PAIR[0][None].to_sparse())), "no tensor .its layout is torch.sparse_coo"),

@@ -124,15 +124,11 @@ class BagModules(FeatureModules):
         """Return `bags` with weights `given` by feature, or in columns; those of other features are 1."""
         given = self._columns(given, "per_sample_weights") if isinstance(given, Tensor) else given
         parts = {name: part for name, part in self._by_feature(given, "per_sample_weights").items() if part is not None}
-        flat = {name: flat_weights(part) for name, part in parts.items()}
+        if not parts:
+            return bags
+        sizes = dict(zip(bags.counts, bags.sizes().split([*bags.counts.values()]), strict=True))
+        flat = {name: flat_weights(f"feature {name!r}", part, sizes[name]) for name, part in parts.items()}
         for name, part in flat.items():
-            whole = parts[name]
-            is_2d = isinstance(whole, Tensor) and not whole.is_nested and whole.dim() == 2
-            if is_2d and len(whole) != bags.counts[name]:
-                raise InvalidValueError(
-                    f"feature {name!r} has weights of shape {tuple(whole.shape)} but {bags.counts[name]} bags; pass a weight "
-                    "for each id, in the shape of the ids"
-                )
             if self.modes[name] != "sum":
                 raise InvalidValueError(
                     f"feature {name!r} has weights but its mode is {self.modes[name]!r}; weights go with mode 'sum'"
@@ -141,8 +137,6 @@ class BagModules(FeatureModules):
                 raise InvalidValueError(
                     f"feature {name!r} has {len(part)} weights but {bags.lengths[name]} ids; pass a weight for each id"
                 )
-        if not flat:
-            return bags
         like = next(iter(flat.values()))
         weights = [flat.get(name, like.new_ones(count)) for name, count in bags.lengths.items()]
         return bags._replace(weights=torch.cat(weights))

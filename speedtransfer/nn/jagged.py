@@ -155,7 +155,8 @@ def of_nested(ids: Any, weights: Any) -> tuple[Tensor, Tensor, Any]:
             f"input is a nested tensor ({ids.layout}, {ids.dim()}-D) but bags are 2-D and jagged; pass one of "
             "layout=torch.jagged without holes, or 1-D ids and offsets"
         )
-    return ids.values(), ids.offsets(), None if weights is None else flat_weights(weights)
+    offsets = ids.offsets()
+    return ids.values(), offsets, None if weights is None else flat_weights("input", weights, offsets.diff())
 
 
 def _tensor(name: str, given: Any) -> Tensor:
@@ -223,8 +224,22 @@ def _weights_with(ids: Any) -> Any:
     return ids.weights_or_none() if hasattr(ids, "weights_or_none") else None
 
 
-def flat_weights(weights: Any) -> Tensor:
-    """Return weights that may be 2-D or nested as 1-D."""
-    if callable(getattr(weights, "offsets", None)):
-        return weights.values()
-    return (weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device="cpu")).reshape(-1)
+def flat_weights(of: str, weights: Any, sizes: Tensor) -> Tensor:
+    """Return weights as 1-D; raise where they are 2-D or nested in bags of other `sizes`, as far as the host sees."""
+    if callable(getattr(weights, "offsets", None)) and getattr(weights, "layout", torch.jagged) == torch.jagged:
+        flat = weights.values()
+        given = sizes - 1 if _has_holes(weights) else weights.offsets().diff()
+    else:
+        try:
+            whole = weights if isinstance(weights, Tensor) else torch.as_tensor(weights, device="cpu")
+            flat = whole.reshape(-1)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidTypeError(
+                f"the weights of {of} are a {type(weights).__name__} that is no tensor ({error}); pass a tensor like the ids"
+            ) from None
+        given = torch.full((len(whole),), whole.shape[1], device="cpu") if whole.dim() == 2 else sizes
+    if given.device.type == sizes.device.type == "cpu" and given.tolist() != sizes.tolist():
+        raise InvalidValueError(
+            f"the weights of {of} are in other bags than its ids; pass a weight for each id, in the shape of the ids"
+        )
+    return flat
