@@ -1,5 +1,6 @@
 """Batches whose rows are read ahead: the same batches, the same numbers, the same state, the same errors."""
 
+import itertools
 import traceback
 
 import pytest
@@ -183,6 +184,10 @@ def test_an_iterator_may_be_taken_in_parts(emb):
             if number == 2:
                 break
     assert seen == list(range(10))
+    loader = st.prefetch(failing(), lambda ids: {emb: ids})
+    assert [len([*itertools.islice(loader, 1)]) for _ in range(2)] == [1, 1]
+    with pytest.raises(OSError, match="no more"):
+        next(iter(loader))
 
 
 class Walk:

@@ -21,7 +21,7 @@ from speedtransfer.nn.ticket import Ticket
 _UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
 
 # Attributes of a `PrefetchLoader`; others are those of its loader.
-_OWN = {"loader", "ids_of", "depth", "_state", "_left"}
+_OWN = {"loader", "ids_of", "depth", "_state", "_left", "_failed"}
 
 Batch = TypeVar("Batch")
 # Keys of a mapping are modules; a type for them would refuse a dict whose keys are of a subclass.
@@ -169,15 +169,15 @@ class PrefetchLoader(Generic[Batch]):
         self.loader, self.ids_of, self.depth = loader, ids_of, check_size(depth, "depth", 1)
         self._state: Any = None
         self._left = deque[_Taken[Batch]]()
+        self._failed: list[Exception] = []
 
     def __iter__(self) -> Iterator[Batch]:
         # With the first batch: frameworks call iter() to see whether it can be, which would begin the workers of a loader.
-        source, ahead = iter(self.loader), deque[_Taken[Batch]]()
+        source, ahead, failed = iter(self.loader), deque[_Taken[Batch]](), list[Exception]()
         if source is self.loader:
             # An iterator, which does not begin anew: who takes a part of it gets the next part later.
-            ahead = self._left
-        error: Exception | None = None
-        ended, self._state, unused = False, None, 0
+            ahead, failed = self._left, self._failed
+        ended, self._state, unused = bool(failed), None, 0
         draws, warned = _Draws(ahead), False
         while True:
             early = sum(taken.drawn is not None for taken in ahead)
@@ -189,15 +189,16 @@ class PrefetchLoader(Generic[Batch]):
                     ended = True
                 except Exception as raised:
                     # Batches before this one come first.
-                    error, ended = raised, True
+                    failed.append(raised)
+                    ended = True
             if draws.collide and not warned:
                 warned = True
                 _warn_of_draws(early)
             if not ahead:
                 draws.give(draws.last, False)
                 self._state = None
-                if error is not None:
-                    raise error
+                if failed:
+                    raise failed.pop()
                 return
             # Tickets that no lookup has used go when the next batch is asked for.
             batch, tickets, given, self._state, drawn = ahead.popleft()
@@ -285,6 +286,7 @@ class StatefulPrefetchLoader(PrefetchLoader[Batch]):
         """Go on, with the next iteration, where `state` says."""
         self._state = None
         self._left.clear()
+        self._failed.clear()
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _loader_state(self) -> Any:
