@@ -57,7 +57,7 @@ class EqualSteps(Generic[Batch]):
     def __init__(self, loader: Iterable[Batch], group: dist.ProcessGroup | None = None) -> None:
         check_loader(loader, "loader")
         self.loader, self.group = loader, group
-        # The batch ahead, where the loop was left: an iterator would not give it again.
+        # The batch or error ahead, where the loop was left: an iterator would not give it again.
         self._left: tuple[int, Any] | None = None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -71,14 +71,15 @@ class EqualSteps(Generic[Batch]):
             return
         source = _batches(self.loader)
         ahead = self._left or _take(source)
-        hear = _tell(ahead[0], self.group)
+        hear, is_told = _tell(ahead[0], self.group), False
         try:
             while (lowest := hear()) == _HAS:
                 batch, ahead = ahead[1], _take(source)
                 # Begun here, not in the step, so that it has the same place among the collectives of the step on each rank.
                 hear = _tell(ahead[0], self.group)
                 yield batch
-            if ahead[0] < 0:
+            is_told = ahead[0] < 0
+            if is_told:
                 raise ahead[1]
             if lowest < 0:
                 rank = -1 - lowest
@@ -90,7 +91,7 @@ class EqualSteps(Generic[Batch]):
             hear()
             raise
         finally:
-            self._left = ahead if isinstance(self.loader, Iterator) and ahead[0] >= 0 else None
+            self._left = ahead if isinstance(self.loader, Iterator) and not is_told else None
 
 
 def _batches(loader: Iterable[Batch]) -> Iterator[Batch]:

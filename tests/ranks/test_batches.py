@@ -119,6 +119,10 @@ def test_an_iterator_loses_no_batch():
     shorter = iter(range(2 + dist.get_rank()))
     rest = equal_steps(shorter)
     assert [list(rest), list(rest), list(shorter)] == [[0, 1], [], []]
+    failing = equal_steps(Broken(1).numbers() if dist.get_rank() == 0 else itertools.count())
+    assert list(itertools.islice(failing, 1)) == [0]
+    said = told(lambda: list(failing))
+    assert "the disk is gone" in said if dist.get_rank() == 0 else "the loader of rank 0 raised an error" in said
 
 
 def test_equal_steps_in_one_process():
