@@ -17,6 +17,7 @@ from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
+from speedtransfer.ranks.equal_steps import EqualSteps
 
 _UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
 
@@ -174,7 +175,10 @@ class PrefetchLoader(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         # With the first batch: frameworks call iter() to see whether it can be, which would begin the workers of a loader.
         source, ahead, failed = iter(self.loader), deque[_Taken[Batch]](), list[Exception]()
-        if source is self.loader:
+        given: Any = self.loader
+        while isinstance(given, EqualSteps | PrefetchLoader):
+            given = given.loader
+        if source is self.loader or isinstance(given, Iterator):
             # An iterator, which does not begin anew: who takes a part of it gets the next part later.
             ahead, failed = self._left, self._failed
         ended, self._state, unused = bool(failed), None, 0
