@@ -175,7 +175,7 @@ def test_a_loader_that_fills_one_buffer_anew(emb, view, hashes):
         next(iter(st.prefetch(loader(lambda buffer: buffer.add_(1)), lambda ids: {module: ids})))
 
 
-@pytest.mark.parametrize("wrap", [iter, lambda batches: st.equal_steps(iter(batches))])
+@pytest.mark.parametrize("wrap", [iter, lambda given: st.equal_steps(iter(given))])
 def test_an_iterator_may_be_taken_in_parts(emb, wrap):
     seen, loader = [], st.prefetch(wrap([torch.tensor([n]) for n in range(10)]), lambda ids: {emb: ids})
     for _ in range(4):

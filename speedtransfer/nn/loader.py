@@ -17,7 +17,7 @@ from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.ranks.equal_steps import EqualSteps
+from speedtransfer.ranks.equal_steps import goes_on
 
 _UNUSED_BATCHES = 8  # after so many whose rows no lookup has used it is worth a warning
 
@@ -172,14 +172,16 @@ class PrefetchLoader(Generic[Batch]):
         self._left = deque[_Taken[Batch]]()
         self._failed: list[Exception] = []
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next loop goes on where one was left."""
+        return goes_on(self.loader)
+
     def __iter__(self) -> Iterator[Batch]:
         # With the first batch: frameworks call iter() to see whether it can be, which would begin the workers of a loader.
         source, ahead, failed = iter(self.loader), deque[_Taken[Batch]](), list[Exception]()
-        given: Any = self.loader
-        while isinstance(given, EqualSteps | PrefetchLoader):
-            given = given.loader
-        if source is self.loader or isinstance(given, Iterator):
-            # An iterator, which does not begin anew: who takes a part of it gets the next part later.
+        if self.goes_on:
+            # Who takes a part of it gets the next part later.
             ahead, failed = self._left, self._failed
         ended, self._state, unused = bool(failed), None, 0
         draws, warned = _Draws(ahead), False

@@ -91,7 +91,17 @@ class EqualSteps(Generic[Batch]):
             hear()
             raise
         finally:
-            self._left = ahead if isinstance(self.loader, Iterator) and not is_told else None
+            self._left = ahead if self.goes_on and not is_told else None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next loop goes on where one was left."""
+        return goes_on(self.loader)
+
+
+def goes_on(loader: Any) -> bool:
+    """Return whether the next loop over a loader goes on where one was left: where its batches are those of an iterator."""
+    return isinstance(loader, Iterator) or getattr(loader, "goes_on", False)
 
 
 def _batches(loader: Iterable[Batch]) -> Iterator[Batch]:
