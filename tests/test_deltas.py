@@ -22,6 +22,7 @@ import speedtransfer as st
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.cli import app
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.tables import files
 
 
 def world(name="adamw lazy", saved=None, with_state=False):
@@ -345,6 +346,23 @@ def test_lookups_that_wait_for_a_step_wait_on_where_rows_are_marked(tmp_path):
     st.apply_delta(tmp_path / "delta.safetensors", embs[1], None, optimizers[1])
     assert torch.equal(embs[0].vocabulary.ids(), embs[1].vocabulary.ids())
     assert torch.equal(embs[0].weight, embs[1].weight)
+
+
+def test_a_dense_step_of_another_thread_as_a_delta_is_written(tmp_path, monkeypatch):
+    one, path, write = world(), tmp_path / "delta.safetensors", files.write
+    one.save(tmp_path / "base")
+    copied = world(saved=tmp_path / "base")
+    mark, bias = one.mark(), one.net.head[0].bias.detach().clone()
+
+    def write_later(*args):
+        with torch.no_grad():
+            one.net.head[0].bias += 1.0
+        write(*args)
+
+    monkeypatch.setattr(files, "write", write_later)
+    one.save_delta(path, mark)
+    copied.apply(path)
+    assert torch.equal(copied.net.head[0].bias, bias)
 
 
 def test_new_ids_begin_with_the_state_of_the_first_learning_rate(tmp_path):

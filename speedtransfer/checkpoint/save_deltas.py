@@ -153,8 +153,11 @@ def _add_tensors(written: list[files.Written], plans: dict[str, TensorPlan], by_
     for role, plan in plans.items():
         in_role = not role.endswith(".reserved")
         found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
-        tensors |= found
-        digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
+        # Copies: a step of another thread may write to the dense part before it is written, and locks only keep rows.
+        whole = {n: t for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
+        whole = {name: tensor.detach().to("cpu", copy=True) for name, tensor in whole.items()}
+        tensors |= found | whole
+        digests |= {name: digest(tensor) for name, tensor in whole.items()}
     # Wide dtypes first, so that all are aligned.
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
