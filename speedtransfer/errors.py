@@ -14,6 +14,7 @@ import operator
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any
@@ -86,6 +87,11 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     return "; choose from " + ", ".join(repr(c) for c in choices[:_MOST_LISTED]) + more
 
 
+def one_line(value: object) -> str:
+    """Return what a message says of a value of any type: its beginning, on one line."""
+    return textwrap.shorten(repr(value), 80, placeholder=" ...")
+
+
 def describe_ending(path: object) -> str:
     """Return what a message says of the ending of the file name `path`: "ends in '.txt'", or "has no ending"."""
     suffix = PurePath(str(path)).suffix
@@ -95,8 +101,8 @@ def describe_ending(path: object) -> str:
 def check_path(path: object, name: str = "path", what: str = "a file", more: str = "") -> Path:
     """Return `path`, that of `what`, or raise where it cannot be one; errors call it `name` and end with `more`."""
     if not isinstance(path, str | os.PathLike):
-        kind = type(path).__name__
-        raise InvalidTypeError(f"{name} is {path!r} ({kind}) but must be the path of {what}; pass one{more}")
+        said, kind = one_line(path), type(path).__name__
+        raise InvalidTypeError(f"{name} is {said} ({kind}) but must be the path of {what}; pass one{more}")
     check_no_url(path, name)
     if not os.fspath(path) or "\0" in os.fsdecode(path):
         raise InvalidValueError(f"{name} is {os.fspath(path)!r}, not a path; pass the path of {what}")

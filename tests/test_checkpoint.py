@@ -188,6 +188,7 @@ WRONG = r"""
 call(path, 3) -> InvalidTypeError: model is a int but must be a torch.nn.Module
 call(path, model, "adam") -> InvalidTypeError: optimizer is a str but must be
 call(7, model) -> InvalidTypeError: path is 7 but must be the path of a folder
+call(nn.Sequential(nn.Linear(2, 2)), model) -> InvalidTypeError: ^path is Sequential\( \(0\): .* but must be the path of a
 call("a" * 300, model) -> InvalidValueError: is too long for the file system
 call("a\0b", model) -> InvalidValueError: has a NUL
 call(path, model, scheduler=5) -> InvalidTypeError: scheduler is a int without state_dict\(\)

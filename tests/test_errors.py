@@ -114,6 +114,7 @@ st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the met
 st.Embedding(10, 4)(META) -> InvalidTypeError: index is on the meta device, which has no values
 with_vocabulary(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
 st.Changes.load(3) -> InvalidTypeError: path is 3 \(int\) but must be the path of a file
+st.Changes.load(nn.Sequential(nn.Linear(2, 2))) -> InvalidTypeError: ^path is Sequential\( .* but must be the path of a file
 st.equal_steps(3) -> InvalidTypeError: loader is 3 \(int\) but must be an iterable of batches
 st.plan((9, 4), scale_block=[1]) -> InvalidTypeError: scale_block is \[1\] \(list\)
 st.to_dense(st.Embedding(3, 2), device=0.5) -> InvalidTypeError: device is 0.5 but must be a torch.device

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.objects import state_methods
 from speedtransfer.checkpoint.store import Store
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_length, is_url
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_length, is_url, one_line
 
 
 def check_arguments(
@@ -51,7 +51,9 @@ def place_of(path: object) -> Folder | Store:
     try:
         folder = Path(path)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
+        raise InvalidTypeError(
+            f"path is {one_line(path)} but must be the path of a folder; pass a string or Path"
+        ) from None
     if not os.fspath(path):  # type: ignore[call-overload]
         raise InvalidValueError(
             "path is '', which would be the current folder; pass that of a folder, '.' for this one"
