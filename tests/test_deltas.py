@@ -348,6 +348,17 @@ def test_lookups_that_wait_for_a_step_wait_on_where_rows_are_marked(tmp_path):
     assert torch.equal(embs[0].weight, embs[1].weight)
 
 
+def test_what_was_applied_in_inference_mode_can_be_trained(tmp_path):
+    _, (path, *_) = chain(tmp_path)
+    standby, copied = world(saved=tmp_path / "base", with_state=True), world(saved=tmp_path / "base", with_state=True)
+    with torch.inference_mode():
+        standby.apply(path)
+    copied.apply(path)
+    for each in (standby, copied):
+        each.steps(2, 7)
+    assert standby.digest() == copied.digest()
+
+
 def test_a_dense_step_of_another_thread_as_a_delta_is_written(tmp_path, monkeypatch):
     one, path, write = world(), tmp_path / "delta.safetensors", files.write
     one.save(tmp_path / "base")

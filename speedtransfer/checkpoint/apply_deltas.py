@@ -96,7 +96,8 @@ def apply_delta(
         _check_given(delta, mark, optimizers, others, objects, tables)
     known = None if mark is None else (mark._place, mark.fingerprints)
     processes.check_same(f"the delta {delta.place} to {known}")
-    with held(tables), torch.no_grad():
+    # State that is read in inference mode could never be trained.
+    with held(tables), torch.inference_mode(False), torch.no_grad():
         for table in tables.values():
             if table.handle.id_space.come_and_go:
                 table.handle.id_space.vocabulary.settle()
