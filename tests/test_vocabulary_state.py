@@ -3,6 +3,7 @@
 That training goes on with the same bits, and that copies read the same, see test_vocabulary_state_machine.py.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -453,6 +454,28 @@ def test_rows_that_a_lookup_rescales_have_changed(way):
     assert torch.equal(vocabulary.state_dict()["last_use"], used)
     torch.optim.SGD(emb.parameters(), 0.0).step()
     assert not vocabulary.changed_since(clock + 1).complete
+
+
+def test_rows_of_deferred_lookups_that_a_step_has_not_settled_change_later():
+    """The step of both tables was made, but the first is full."""
+    full, emb = (
+        st.Embedding(rows, 4, vocabulary=st.Vocabulary(deferred=True, seed=1), idle="lazy") for rows in (1, 20)
+    )
+    copied = st.Embedding(20, 4, vocabulary=st.Vocabulary(), idle="lazy")
+    optimizer = torch.optim.SGD([full.weight, emb.weight], lr=0.1)
+    clock = 0
+    for ids in ([1], [1, 2], [1], [3]):
+        (full(torch.tensor(ids)).sum() + emb(torch.tensor(ids)).sum()).backward()
+        with contextlib.suppress(HostMemoryError):
+            optimizer.step()
+        changes = emb.vocabulary.changed_since(clock)
+        copied.vocabulary.update(changes)
+        clock = changes.clock
+        optimizer.zero_grad()
+    take_step(optimizer, emb(torch.tensor([1])).sum())
+    copied.vocabulary.update(emb.vocabulary.changed_since(clock))
+    for found, wanted in zip(copied.vocabulary.export(), emb.vocabulary.export(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_all_rows_when_idle_ones_have_moved():

@@ -38,7 +38,8 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
                 f"{owner}: clock is {since} but that of this vocabulary is {vocabulary.clock}; pass an earlier one, or 0 for "
                 "everything"
             )
-        now = vocabulary.clock
+        # Of what is looked up and not settled the time of use is to be noted, which is that of the lookup.
+        now = max(since, min([vocabulary.clock, *(noted.clock for noted in vocabulary._waiting)]))
         complete = since == 0 or since < vocabulary._log.begins or LAST_STEP in live.table.planes
         rows = live.occupied()
         if not complete:
