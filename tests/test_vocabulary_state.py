@@ -6,6 +6,7 @@ That training goes on with the same bits, and that copies read the same, see tes
 import contextlib
 import copy
 import functools
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 import speedtransfer as st
+from speedtransfer.checkpoint import save
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError, StorageError
 from speedtransfer.vocabulary import id_rows
 
@@ -476,6 +478,34 @@ def test_rows_of_deferred_lookups_that_a_step_has_not_settled_change_later():
     copied.vocabulary.update(emb.vocabulary.changed_since(clock))
     for found, wanted in zip(copied.vocabulary.export(), emb.vocabulary.export(), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_as_another_thread_gives_rows_to_other_ids(background, tmp_path, monkeypatch):
+    emb, loaded = (st.Embedding(4, DIM, vocabulary=st.Vocabulary(seed=1)) for _ in range(2))
+    emb.vocabulary.update(IDS[:4], torch.ones(4, DIM))
+
+    def change():
+        emb.vocabulary.forget(IDS[:4])
+        emb.vocabulary.update(IDS[4:8], torch.full((4, DIM), 2.0))
+
+    thread, count = threading.Thread(target=change), save.bytes_of
+
+    def bytes_of(*args):
+        thread.start()
+        thread.join(0.3)
+        return count(*args)
+
+    monkeypatch.setattr(save, "bytes_of", bytes_of)
+    saving = st.save_checkpoint(tmp_path, emb, background=background)
+    thread.join()
+    if background:
+        saving.wait()
+    st.load_checkpoint(tmp_path, loaded)
+    ids, rows = loaded.vocabulary.export()
+    assert torch.equal(ids, IDS[:4])
+    assert (rows == 1).all()
+    assert (emb.vocabulary.export()[1] == 2).all()
 
 
 def test_all_rows_when_idle_ones_have_moved():

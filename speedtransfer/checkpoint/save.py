@@ -26,6 +26,7 @@ from speedtransfer.checkpoint.table_rows import Keeps, StoredRows
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import is_url
+from speedtransfer.optim import find_handle
 from speedtransfer.ranks import Partition
 
 
@@ -102,7 +103,11 @@ def save_checkpoint(
         is_new = not place.exists()
     processes.prepare(background)
     processes.gather_ids()
-    with contextlib.ExitStack() as until_saved:
+    with contextlib.ExitStack() as until_saved, contextlib.ExitStack() as locks:
+        for handle in filter(None, map(find_handle, model.parameters() if processes.is_alone else ())):
+            # Other threads give rows to other ids when ids and rows have both been read; in the background, copied aside.
+            if handle.id_space.come_and_go:
+                locks.enter_context(handle.rows.lock)
         rows = until_saved.enter_context(SnapshotRows(place.scratch())) if background else StoredRows()
         with processes.together():
             plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
