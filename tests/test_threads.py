@@ -239,6 +239,22 @@ def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused():
     torch.testing.assert_close(end(True), end(False), rtol=0, atol=0)
 
 
+def test_features_that_step_apart_elsewhere_are_not_saved(tmp_path):
+    """The optimizer has a parameter for each."""
+    emb = st.MultiEmbedding({"item": ROWS, "user": ROWS}, DIM, idle="lazy")
+    optimizer = torch.optim.Adam(emb.parameters(), lr=0.1)
+    emb({"item": torch.tensor([1]), "user": torch.tensor([2])})["user"].sum().backward()
+
+    def save():
+        with pytest.raises(
+            OptimizerError, match=r"a checkpoint is saved for .+ in the middle of a step of another thread"
+        ):
+            elsewhere(lambda: st.save_checkpoint(tmp_path / "run", emb, optimizer))
+
+    midway(optimizer, save)
+    assert not (tmp_path / "run").exists()
+
+
 # --- another thread saves or reads a model that is training: it sees whole tables, and changes none -------------------------
 
 

@@ -103,14 +103,25 @@ def save_checkpoint(
         is_new = not place.exists()
     processes.prepare(background)
     processes.gather_ids()
-    with contextlib.ExitStack() as until_saved, contextlib.ExitStack() as locks:
-        for handle in filter(None, map(find_handle, model.parameters() if processes.is_alone else ())):
+    handles = [*filter(None, map(find_handle, model.parameters()))] if processes.is_alone else []
+    with (
+        contextlib.ExitStack() as until_saved,
+        contextlib.ExitStack() as until_read,
+        contextlib.ExitStack() as planning,
+    ):
+        for handle in handles:
             # Other threads give rows to other ids when ids and rows have both been read; in the background, copied aside.
             if handle.id_space.come_and_go:
-                locks.enter_context(handle.rows.lock)
+                until_read.enter_context(handle.rows.lock)
+            if handle.features is not None:
+                planning.enter_context(handle.rows.lock)
+                if handle.features.is_apart:
+                    # The optimizer has parameters of features in the place of that of the table.
+                    handle.step.check_steps_here("a checkpoint is saved")
         rows = until_saved.enter_context(SnapshotRows(place.scratch())) if background else StoredRows()
         with processes.together():
             plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
+            planning.close()
             processes.release()
             need = bytes_of(plans, content)
         shards = find_shards([content["model"], content["optimizers"]])
