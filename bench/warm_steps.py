@@ -21,7 +21,7 @@ from speedtransfer.word2vec import Block, Settings, Word2Vec
 
 BATCHES = 4  # taken in turn
 BAG, TABLES = 16, 26
-WINDOW, NEGATIVES = 5, 512
+WINDOW, NEGATIVES, SAMPLE = 5, 512, 1e-4
 
 Step = Callable[[], Any]
 
@@ -151,7 +151,11 @@ class Words:
 
     def _block(self, sizes: Sizes, generator: torch.Generator) -> Block:
         num_words, vocabulary = max(2 * WINDOW, sizes.lookups // 16), sizes.rows // 2
-        words, position = zipf_ids(vocabulary, num_words, generator), torch.arange(num_words)
+        share = 1 / torch.arange(1, vocabulary + 1).double()
+        share /= share.sum()
+        # As subsampling leaves them: a word is kept with probability sqrt(sample / share).
+        kept = torch.minimum(share, (SAMPLE * share).sqrt())
+        words, position = torch.multinomial(kept, num_words, True, generator=generator), torch.arange(num_words)
         windows = torch.randint(0, WINDOW + 1, (num_words,), generator=generator)
         before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
         negatives = torch.randint(vocabulary, ((num_words // 512 + 1) * NEGATIVES,), generator=generator)

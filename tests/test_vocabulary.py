@@ -383,6 +383,7 @@ def test_functions_that_fail_change_nothing(about):
 def test_a_function_that_raises_after_a_step_leaves_the_step_made():
     """Also that of other tables of the same optimizer."""
     vocabulary = st.Vocabulary(capacity=20, evict=1, on_evict=refuse)
+    assert vocabulary.clock == 0
     first, second = st.Embedding(4, DIM, vocabulary=vocabulary), st.Embedding(4, DIM)
     optimizer = sgd(nn.ModuleList([first, second]))
     before = second.weight.detach().clone()

@@ -82,22 +82,23 @@ def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
 
 
-def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
-    """Which is gone when nobody asks for more."""
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_blocks_are_prepared_by_the_threads_that_draw_them(vocabulary, count):
+    """Which are gone when nobody asks for more."""
     sampler, threads, before = sampler_of(vocabulary, corpus_ids(10), block_words=200), [], threading.active_count()
 
     def prepare(block):
         threads.append(threading.current_thread().name)
         return dataclasses.replace(block, window=9)
 
-    blocks = list(sampler.blocks(3, 6, prepare))
+    blocks = list(sampler.blocks(3, 6, prepare, threads=count))
     for block, plain in zip(blocks, sampler.blocks(3, 6), strict=True):
         for name in ("words", "before", "after", "negatives"):
             assert torch.equal(getattr(block, name), getattr(plain, name))
     assert [block.window for block in blocks] == [9] * 3
     assert len(threads) == 3
     assert all(name.startswith("speedtransfer-sampler") for name in threads)
-    more = sampler.blocks(0, 50)
+    more = sampler.blocks(0, 50, threads=count)
     next(more)
     more.close()
     assert threading.active_count() == before

@@ -153,6 +153,8 @@ class Owned:
         # Of the module that uses it: weak, as the handle holds this object.
         self._owner: weakref.ref[Any] | None = None
         self._live: IdRows | None = None
+        # Optimizer steps so far.
+        self.clock = 0
         # Of whose ids its own are keys (`FeatureKeys`), by number from 1 on; none: they are ids of the module.
         self.features: tuple[str, ...] = ()
         self._map: DeviceMap | None = None
@@ -173,7 +175,6 @@ class Owned:
         self._live.rebuild()
         self._owner = weakref.ref(owner)
         self._admission = Admission(self.admit, self.seed, max(self.capacity, _LEAST_COUNTERS))
-        # Optimizer steps so far.
         self.clock = 0
         # Grows whenever ids get rows or lose them; what it was at the last step; by row, what it was when that row changed.
         self.generation = self.generation_of_step = 0

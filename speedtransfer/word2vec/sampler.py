@@ -8,7 +8,9 @@ seed and its number alone: a run is taken up in the middle, and blocks can be dr
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -87,8 +89,9 @@ class Sampler:
         last: int,
         prepare: Callable[[Block], Block] | None = None,
         number_of: Callable[[int], int | None] = lambda step: step,
+        threads: int = 1,
     ) -> Iterator[Block]:
-        """Yield the blocks of steps `first` to below `last`; a thread draws the next one meanwhile, and prepares it.
+        """Yield the blocks of steps `first` to below `last`; `threads` draw the next ones meanwhile, and prepare them.
 
         `number_of` returns the number of the block of a step; None: it has one without words.
         """
@@ -99,12 +102,12 @@ class Sampler:
             block = Block(none, none, none, none) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
-        with Workers("sampler") as thread:
-            drawn = [thread.submit(draw, step) for step in range(first, last)[:1]]
-            for step in range(first, last):
-                block = drawn.pop().result()
-                if step + 1 < last:
-                    drawn.append(thread.submit(draw, step + 1))
+        with Workers("sampler", threads) as workers:
+            steps = iter(range(first, last))
+            drawn = deque(workers.submit(draw, step) for step in itertools.islice(steps, threads))
+            while drawn:
+                block = drawn.popleft().result()
+                drawn.extend(workers.submit(draw, step) for step in itertools.islice(steps, 1))
                 yield block
 
     def block(self, step: int) -> Block:

@@ -37,6 +37,7 @@ from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.vectors import Vectors
 
+_MOST_THREADS = 8  # that draw blocks for a GPU
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
 
 log = logging.getLogger(__name__)
@@ -163,7 +164,10 @@ class Trainer:
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
-            self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare, self._block_of)
+            # One thread draws as fast as a core trains.
+            is_host = self.model.input.table.device.type == "cpu"
+            threads = 1 if is_host else min(torch.get_num_threads(), _MOST_THREADS)
+            self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare, self._block_of, threads)
             if self._group is not None:
                 # The ids of the next block are on their way to the owners of their rows while this one is trained on.
                 self._blocks = iter(prefetch(self._blocks, self.model.ids_of, depth=1))
