@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -45,10 +46,17 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
     return [torch.randn(num_rows, dim, dtype=dtype, generator=generator) * scale for _ in range(2)]
 
 
-def by_hand(vectors, output, block, model, negative=5, at_once=None, **options):
+def in_rounds(places, spans):
+    """Return places with rounds of so many spans each; None: as they are."""
+    if spans is None:
+        return places
+    starts = [*range(0, max(len(places.draws), 1), spans), len(places.draws)]
+    return dataclasses.replace(places, rounds=torch.tensor(starts), round_starts=starts)
+
+
+def by_hand(vectors, output, block, model, negative=5, spans=None, **options):
     """Return the result, and both gradients spread over whole tables."""
-    places = Places.find(block, len(vectors), DRAWS[model] * negative)
-    places = dataclasses.replace(places, at_once=at_once or places.at_once)
+    places = in_rounds(Places.find(block, len(vectors), DRAWS[model] * negative), spans)
     centers, contexts = places.bags.rows.ids, places.outputs.ids
     result = block_gradients(vectors[centers], output[contexts], places, model=model, negative=negative, **options)
     grads = torch.zeros_like(vectors), torch.zeros_like(output)
@@ -67,6 +75,19 @@ def span_of(block, rows_of=None):
     return min(max(len(block.words) // int(counts.max()), 1), MOST_WORDS_AT_ONCE) if len(block.words) else 1
 
 
+def rounds_of(block, model, negative, rows_of, span):
+    """Return with which words rounds begin: of up to 16 spans, and a row up to 6 times unless one span has it more often."""
+    starts, times, words = [0], Counter(), block.words.tolist()
+    for first in range(0, len(words), span):
+        here = Counter(row for word in words[first : first + span] for row in rows_of[word])
+        here += Counter(f"drawn {word}" for word in draws_of(first, block, model, negative, rows_of))
+        times += here
+        if first > starts[-1] and (first == starts[-1] + 16 * span or any(times[row] > 6 for row in here)):
+            starts.append(first)
+            times = here
+    return [*starts, len(words)]
+
+
 def draws_of(position, block, model, negative, rows_of=None):
     """Return the words of the pool that the word at `position` of a block takes as negatives, with all of its span."""
     pool, span = block.negatives.tolist(), position // span_of(block, rows_of)
@@ -81,7 +102,7 @@ def loss_of(vector, output, positives, drawn, negative, counts):
     return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * counts.sum() / len(drawn)
 
 
-def train(table, output, block, model, negative, rate, rows_of=None, at_once=1):
+def train(table, output, block, model, negative, rate, rows_of=None, spans=None):
     """Return both tables (float64) after `block`, the summed loss, and how many predictions it has.
 
     `rows_of` has for each word the rows of `table` that its vector is the mean of; by default that of its own number.
@@ -89,10 +110,13 @@ def train(table, output, block, model, negative, rate, rows_of=None, at_once=1):
     table, output, words = table.clone(), output.clone(), block.words.tolist()
     rows_of = rows_of or [[word] for word in range(len(output))]
     total, predictions, span = 0.0, 0, span_of(block, rows_of)
-    for first in range(0, len(words), span * at_once):
+    starts = (
+        [*range(0, len(words), span * spans), len(words)] if spans else rounds_of(block, model, negative, rows_of, span)
+    )
+    for first, last in itertools.pairwise(starts):
         found = output.clone().requires_grad_()
         vectors = torch.stack([table[rows].mean(0) for rows in rows_of]).requires_grad_()
-        for i in range(first, min(first + span * at_once, len(words))):
+        for i in range(first, last):
             window = range(i - int(block.before[i]), i + int(block.after[i]) + 1)
             places = [near for near in window if near != i]
             if not places:
@@ -133,28 +157,32 @@ KINDS = list(itertools.product(MODELS, [1e-6, 0.05, 0.5], [False, True]))
 @pytest.mark.usefixtures("way")
 def test_rows_move_as_single_steps_move_them(shape):
     number = SHAPES.index(shape)
-    check_steps(*shape, *KINDS[number * 5 % len(KINDS)], [1, 4, 16][number % 3])
+    check_steps(*shape, *KINDS[number * 5 % len(KINDS)], [None, 4, 16][number % 3])
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("way")
 def test_rows_of_every_shape_and_kind_move_as_single_steps_move_them():
-    for shape, kind, at_once in itertools.product(SHAPES, KINDS, [1, 3, 16]):
-        check_steps(*shape, *kind, at_once)
+    for shape, kind, spans in itertools.product(SHAPES, KINDS, [None, 1, 3, 16]):
+        check_steps(*shape, *kind, spans)
 
 
-@pytest.mark.parametrize(
-    ("num_words", "num_rows", "expected"), [(0, 5, 1), (300, 17, 1), (300, 10**6, 4), (5000, 10**6, 16)]
-)
-def test_rounds_are_shorter_where_words_repeat(num_words, num_rows, expected):
-    assert Places.find(draw_block(num_words, 3, num_rows=num_rows), num_rows, 5).at_once == expected
+def test_rounds_end_where_a_row_would_be_there_too_often():
+    words = torch.arange(640)
+    words[100:120] = words[150] = 7  # 12 and 8 times in the spans 6 and 7, once in span 9
+    words[400:640:16] = 9  # once in each span from 25 on
+    none = torch.zeros_like(words)
+    places = Places.find(Block(words, none, none, words[:40]), 640, 5)
+    assert places.span == 16
+    assert places.round_starts == [0, 6, 7, 9, 25, 31, 37, 40]
+    assert Places.find(draw_block(0, 3), NUM_ROWS, 5).round_starts == [0, 0]
 
 
-def check_steps(num_words, window, groups, k, dim, negative, num_rows, model, rate, weighted, at_once):
+def check_steps(num_words, window, groups, k, dim, negative, num_rows, model, rate, weighted, spans):
     tables, block = draw_tables(dim, num_rows), draw_block(num_words, window, groups, k, num_rows)
     block = dataclasses.replace(block, window=window if weighted else 0)
-    result, *grads = by_hand(*tables, block, model, negative, at_once, rate=rate)
-    *trained, loss, predictions = train(*tables, block, model, negative, rate, at_once=at_once)
+    result, *grads = by_hand(*tables, block, model, negative, spans, rate=rate)
+    *trained, loss, predictions = train(*tables, block, model, negative, rate, spans=spans)
     assert float(result.num_pairs) == pytest.approx(predictions)
     torch.testing.assert_close(float(result.loss), loss)
     for table, grad, expected in zip(tables, grads, trained, strict=True):

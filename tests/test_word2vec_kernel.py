@@ -6,7 +6,7 @@ import nvrtc
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
-from test_word2vec_gradients import draw_block, draw_tables
+from test_word2vec_gradients import draw_block, draw_tables, in_rounds
 from test_word2vec_model import BUCKETS, WORDS
 
 from speedtransfer.cuda import kernel_source
@@ -18,7 +18,7 @@ from speedtransfer.word2vec.subwords import Subwords
 
 def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_loss=True, negative=5, blocks=1):
     rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
-    losses = torch.zeros(places.at_once, blocks, spans.THREADS, dtype=torch.float64) if with_loss else None
+    losses = torch.zeros(places.most_spans, blocks, spans.THREADS, dtype=torch.float64) if with_loss else None
     work = spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses, blocks)
     for memory in work.memory:
         memory.fill_(-1 if memory.dtype == torch.int32 else float("nan"))  # what was there before must not count
@@ -53,14 +53,14 @@ def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim
     tables = draw_tables(dim, num_rows, torch.float32)
     places = Places.find(dataclasses.replace(block, window=window if weighted else 0), num_rows, num_draws)
     for blocks, at_once in ((1, 4), (2, 1), (3, 16), (spans.CLUSTER, 5)):
-        places = dataclasses.replace(places, at_once=at_once)
+        places = in_rounds(places, at_once)
         check_same(train(tables, places, model, blocks=blocks), train_in_torch(tables, places, model))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_words_of_several_rows_and_extreme_scores(model):
     block, subwords = draw_block(60, 4, k=6, num_rows=len(WORDS)), Subwords(WORDS, BUCKETS, 3, 6)
-    places = dataclasses.replace(Places.find(block, len(WORDS), 7, subwords), at_once=3)
+    places = in_rounds(Places.find(block, len(WORDS), 7, subwords), 3)
     tables = draw_tables(33, len(WORDS) + BUCKETS, torch.float32)
     check_same(train(tables, places, model), train_in_torch(tables, places, model))
     tables = [table * 40 for table in tables]
@@ -75,7 +75,7 @@ def test_any_number_of_threads_in_any_order_gives_the_same_bits(model, blocks, m
     Also of rows that shared memory does not hold.
     """
     block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(33, 60, torch.float32)
-    places = dataclasses.replace(Places.find(block, 60, 11), at_once=4)
+    places = in_rounds(Places.find(block, 60, 11), 4)
     first = train(tables, places, model, 1, blocks=blocks)
     runs = [(1, True), (7, False), (64, True), (128, False), (64, False), (64, True)]
     for number, (threads, backwards) in enumerate(runs):

@@ -20,7 +20,8 @@ constexpr unsigned int kParts = 4;      // threads that share a sum of the rows 
 static_assert(kThreads % 32 == 0 && kBlocks <= 8, "whole warps; no device has to run larger clusters");
 
 struct Train {
-    long long round;            // that is trained
+    long long first;            // span of the round that is trained
+    long long spans;            // of it
     float* center_rows;         // (any, dim)
     float* context_rows;        // (any, dim)
     const long long* bag_rows;  // rows of `center_rows`
@@ -29,11 +30,12 @@ struct Train {
     const long long* before;    // (count,): the windows
     const long long* after;
     const long long* draws;     // (spans, num_draws): rows of `context_rows`
+    const long long* rounds;    // (num_rounds + 1,): the span that each begins with
     int* plans;                 // (spans, plan_size)
     int* links;                 // (spans, rows of a span): as those of a plan, in the round
-    float* moves;               // (at_once, rows of a span, dim): how far a round moves them
-    float* room;                // (at_once, blocks, room_size) to work in, or null: shared memory holds it
-    double* loss;               // (at_once, blocks, threads), or null
+    float* moves;               // (spans of a round, rows of a span, dim): how far they move them
+    float* room;                // (spans of a round, blocks, room_size) to work in, or null: shared memory holds it
+    double* loss;               // (spans of a round, blocks, threads), or null
     long long count;
     long long dim;
     long long span;
@@ -46,7 +48,7 @@ struct Train {
     long long plan_size;
     long long room_size;
     long long blocks;           // of a cluster
-    long long at_once;          // spans of a round
+    long long num_rounds;
     double negative;
     double rate;
 };
@@ -162,16 +164,16 @@ __device__ inline void plan_span(const Train& given, const Counts& counts, const
     meet();
 }
 
-// How many spans a round has: the last may have fewer.
-__device__ inline unsigned int spans_of(const Train& given, long long round) {
-    const long long left = (given.count + given.span - 1) / given.span - round * given.at_once;
-    return static_cast<unsigned int>(left < given.at_once ? left : given.at_once);
-}
-
 // Find the rows of a span, each the first there, in the others of its round.
 __device__ inline void link_span(const Train& given, const Counts& counts, long long number) {
-    const unsigned int span = static_cast<unsigned int>(number % given.at_once);
-    const unsigned int spans = spans_of(given, number / given.at_once), end = spans * counts.rows;
+    long long round = 0;
+    for (long long beyond = given.num_rounds; beyond - round > 1;) {
+        const long long middle = (round + beyond) / 2;
+        (given.rounds[middle] <= number ? round : beyond) = middle;
+    }
+    const unsigned int span = static_cast<unsigned int>(number - given.rounds[round]);
+    const unsigned int spans = static_cast<unsigned int>(given.rounds[round + 1] - given.rounds[round]);
+    const unsigned int end = spans * counts.rows;
     const auto plan_of = [&](unsigned int other) { return Plan(counts, given.plans + (number - span + other) * given.plan_size); };
     const Plan plan = plan_of(span);
     for (unsigned int row = threadIdx.x; row < counts.rows; row += blockDim.x) {
@@ -486,7 +488,7 @@ struct Columns {
 
 __device__ __forceinline__ void train_columns(const Train& given, float* shared, float* memory) {
     const Columns columns(given, shared, memory);
-    const long long number = given.round * given.at_once + blockIdx.x / columns.blocks;
+    const long long number = given.first + blockIdx.x / columns.blocks;
     columns.read_plan(given.plans + number * given.plan_size);
     if (threadIdx.x == 0) columns.expect();
     meet_all();  // no block may be sent anything before
@@ -540,13 +542,13 @@ extern "C" __global__ void train_spans(const __grid_constant__ Train given) {
 // After train_spans: add the moves of a round to each row, those of its spans in their order.
 extern "C" __global__ void add_moves(const __grid_constant__ Train given) {
     const Counts counts(given);
-    const unsigned int end = spans_of(given, given.round) * counts.rows;
-    const int* links = given.links + given.round * given.at_once * counts.rows;
+    const unsigned int end = static_cast<unsigned int>(given.spans) * counts.rows;
+    const int* links = given.links + given.first * counts.rows;
     const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
     for (long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; at < end * given.dim; at += threads) {
         const unsigned int first = static_cast<unsigned int>(at / given.dim), row = first % counts.rows;
         if (!(links[first] & 1)) continue;
-        const long long span = given.round * given.at_once + first / counts.rows;
+        const long long span = given.first + first / counts.rows;
         float* table = row < counts.bag_rows ? given.center_rows : given.context_rows;
         float* to = table + Plan(counts, given.plans + span * given.plan_size).rows[row] * given.dim + at % given.dim;
         float value = *to;

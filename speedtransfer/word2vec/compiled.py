@@ -121,13 +121,14 @@ def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any
 
     It is not compiled: that would take some seconds, and save microseconds.
     """
-    most_near, most_pairs, at_once = WIDTH + 2 * places.reach, WIDTH * (2 * places.reach + 1), places.at_once
+    most_near, most_pairs = WIDTH + 2 * places.reach, WIDTH * (2 * places.reach + 1)
     nearby, by_column = zero_rows(most_near, dim, dtype), zero_rows(dim, WIDTH, dtype)  # the vectors of words
     vectors = zero_rows(WIDTH, dim, dtype) if cbow else nearby[:WIDTH]  # what predicts
     num_noise = -(-places.draws.shape[1] // 4) * 4
     # How far the spans of a round move rows: of their words, of words near them, and negatives.
     moves, near_moves, noise = (
-        zero_rows(at_once * count, dim, dtype).reshape(at_once, count, -1) for count in (WIDTH, most_near, num_noise)
+        zero_rows(places.most_spans * count, dim, dtype).reshape(-1, count, -(-dim // WIDTH) * WIDTH)
+        for count in (WIDTH, most_near, num_noise)
     )
     noise_slopes, noise_weights = zero_rows(num_noise, WIDTH, dtype), zero_rows(1, WIDTH, dtype)
     slopes, shares, weights = (zero_rows(1, most_pairs, dtype) for _ in range(3))
@@ -163,8 +164,8 @@ def _add_bags(
 @lanes.compile_loops
 def train(
     center_rows: np.ndarray, context_rows: np.ndarray, bag_rows: np.ndarray, starts: np.ndarray, contexts: np.ndarray,
-    before: np.ndarray, after: np.ndarray, draws: np.ndarray, most_words: int, at_once: int, reach: int, window: int,
-    negatives: int, rate: Any, cbow: bool, with_loss: bool, scratch: Any
+    before: np.ndarray, after: np.ndarray, draws: np.ndarray, rounds: np.ndarray, most_words: int, reach: int,
+    window: int, negatives: int, rate: Any, cbow: bool, with_loss: bool, scratch: Any
 ) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
@@ -176,10 +177,11 @@ def train(
     nearby, vectors, all_moves, all_near_moves, by_column, all_noise, noise_slopes, noise_weights = numbers[:8]
     slopes, shares, weights, pair_weights, near_slopes = numbers[8:]
     counts, near_sizes, predicted, predicting, pair_near, pair_slots, near_words = indices
-    count, num_draws, loss = len(contexts), draws.shape[1], 0.0
+    count, num_draws, loss, turn = len(contexts), draws.shape[1], 0.0, 0
 
     for number in range(len(draws)):
-        place = number % at_once
+        first_span, next_span = rounds[turn], rounds[turn + 1]
+        place = number - first_span
         moves, near_moves, noise = all_moves[place], all_near_moves[place], all_noise[place]
         start, stop = number * most_words, min((number + 1) * most_words, count)
         low, high = max(start - reach, 0), min(stop + reach, count)
@@ -226,10 +228,11 @@ def train(
                 lanes.weighted_sum(moves, at, slopes, vectors, predicting, n, n + counts[at])
                 n += counts[at]
 
-        if (number + 1) % at_once and number + 1 < len(draws):
+        if number + 1 < next_span:
             continue
-        for done in range(place + 1):
-            start = (number - place + done) * most_words
+        turn += 1
+        for done in range(next_span - first_span):
+            start = (first_span + done) * most_words
             stop = min(start + most_words, count)
             low, high = max(start - reach, 0), min(stop + reach, count)
             if cbow:
@@ -238,7 +241,7 @@ def train(
             else:
                 _add_words(context_rows, contexts, all_near_moves[done], low, high)
                 _add_bags(center_rows, bag_rows, starts, all_moves[done], start, stop)
-            _add_words(context_rows, draws[number - place + done], all_noise[done], 0, num_draws)
+            _add_words(context_rows, draws[first_span + done], all_noise[done], 0, num_draws)
     return loss
 
 
@@ -254,10 +257,10 @@ def gradients(
     copies = [empty((len(row), -(-dim // WIDTH) * WIDTH), *kind).numpy() for row in rows]
     for row, copy in zip(rows, copies, strict=True):
         copy[:, :dim], copy[:, dim:] = row, 0
-    where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
+    where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws, places.rounds
     numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
     scratch = _scratch(places, dim, rows[0].dtype, cbow)
-    sizes = places.span, places.at_once, places.reach, places.window, negative
+    sizes = places.span, places.reach, places.window, negative
     loss: float = train(*copies, *numbers, *sizes, typed_rate, cbow, with_loss, scratch)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))

@@ -6,14 +6,14 @@ that each row went, divided by the rate, is the gradient: `torch.optim.SGD` with
 other makes of them what it makes of gradients. As the rate goes to 0 those of skip-gram become the gradients of the loss.
 
 All scores of a round are of the rows as the round finds them, which changes next to nothing, since few words occur twice in
-it (`places.MOST_SHARING`). The words of each of its spans share their negatives, of the pool of the block, weighted to stand
+it (`places.MOST_TIMES`). The words of each of its spans share their negatives, of the pool of the block, weighted to stand
 for `negative` a prediction. A negative that is the context word itself is not skipped, as in word2vec.c: it has the weight of
 its small probability.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -100,7 +100,6 @@ def _check_kernel(device: torch.device) -> bool:
     position = torch.arange(50, device="cpu")
     before, after = torch.minimum(position % 4, position), torch.minimum(position % 3, 49 - position)
     places = Places.find(Block(position * 7 % 23, before, after, position[:22:2], 4), 23, num_draws=5).to(device)
-    places = replace(places, at_once=2)
     for model in MODELS:
         found = []
         for train in (spans.train_by_kernel, spans.train_in_torch):

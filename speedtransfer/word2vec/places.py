@@ -7,19 +7,23 @@ earlier block is trained on.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.jit import compiled_module
 from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.subwords import Bags, Subwords
 
 MOST_WORDS_AT_ONCE = 16
 MOST_SPANS_AT_ONCE = 16
-# Words of a round that share a row with a given word of it, on average and at most. Skip-gram of 25 million words was as good
-# at 0.25 and 0.3 as span after span, and worse at 0.6 (similarities by 0.05).
-MOST_SHARING = 0.25
+# How often a row may be among the words of a round of several spans, and among their negatives: about as often as in the worst
+# span of most blocks. All of its moves from the same place overshoot where they are more: SGD ended at a loss of 59 with up to
+# a hundred.
+MOST_TIMES = 6
 
 
 def pair_weight(distance: Tensor, window: int) -> Tensor:
@@ -64,7 +68,10 @@ class Places:
     after: Tensor
     reach: int  # the widest window to a side
     span: int  # words that are trained at once
-    at_once: int  # spans of a round, which are trained from the same rows; how far each moves them is added
+    # Spans of a round are trained from the same rows; how far each moves them is added. With which span each round begins and,
+    # last, how many there are: (rounds + 1,) int64, and on the host.
+    rounds: Tensor
+    round_starts: list[int]
     draws: Tensor  # the negatives of each span, as positions in the output rows: (spans, min(num_draws, pool))
     num_pairs: Tensor  # all pairs, each as much as it counts; on the host
     num_predicted: Tensor  # the words that have another one in their window; on the host
@@ -91,28 +98,38 @@ class Places:
         else:
             bags = subwords.find(words)
         # Fewer words at once where two of them would often share a row: what it learns at once from many pairs overshoots.
-        times = torch.bincount(bags.rows.inverse) if len(words) else torch.ones(1, dtype=torch.int64, device="cpu")
-        span = min(max(len(words) // int(times.max()), 1), MOST_WORDS_AT_ONCE)
-        # As a row of a word is there times.square().sum() / times.sum() times, in a block.
-        together = MOST_SHARING * len(words) * int(times.sum()) / int(times.square().sum())
-        at_once = min(max(int(together / span), 1), MOST_SPANS_AT_ONCE)
+        most = int(torch.bincount(bags.rows.inverse).max()) if len(words) else 1
+        span = min(max(len(words) // most, 1), MOST_WORDS_AT_ONCE)
         # The negatives of a span are the next of the pool, and from its end on those at its beginning again.
         pool, num_spans = outputs.inverse[len(words) :], -(-len(words) // span)
         num_draws = min(len(pool), num_draws)
         draws = pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) % len(pool)]
+        find_rounds = compiled_module("speedtransfer.word2vec.rounds").find_rounds
+        moved, span_starts = bags.rows.inverse.numpy(), np.append(bags.starts[:-1:span].numpy(), len(bags.rows.inverse))
+        sizes_of = len(bags.rows.ids), len(outputs.ids)
+        rounds = find_rounds(moved, span_starts, draws.numpy(), sizes_of, MOST_SPANS_AT_ONCE, MOST_TIMES)
         num_pairs = (_side_weight(before, window) + _side_weight(after, window)).sum()
         starts, predicted = bags.starts.tolist(), (sizes > 0).sum()
-        return cls(bags, starts, outputs, before, after, reach, span, at_once, draws, num_pairs, predicted, window)
+        round_starts = rounds.tolist()
+        return cls(
+            bags, starts, outputs, before, after, reach, span, torch.from_numpy(rounds), round_starts, draws, num_pairs,
+            predicted, window,
+        )  # fmt: skip
 
     def to(self, device: torch.device) -> Places:
         """Return the same on `device`."""
         if self.before.device == device:
             return self
         groups = [self.bags.rows, self.outputs]
-        others = [self.before, self.after, self.bags.starts, self.bags.bag_of, self.draws.flatten()]
-        (rows, outputs), (before, after, starts, bag_of, draws) = move_together(groups, others, device)
-        draws = draws.view(self.draws.shape)
-        return replace(self, bags=Bags(rows, starts, bag_of), outputs=outputs, before=before, after=after, draws=draws)
+        others = [self.before, self.after, self.rounds, self.bags.starts, self.bags.bag_of, self.draws.flatten()]
+        (rows, outputs), (before, after, rounds, starts, bag_of, draws) = move_together(groups, others, device)
+        bags, draws = Bags(rows, starts, bag_of), draws.view(self.draws.shape)
+        return replace(self, bags=bags, outputs=outputs, before=before, after=after, rounds=rounds, draws=draws)
+
+    @property
+    def most_spans(self) -> int:
+        """How many spans a round has at most."""
+        return max(last - first for first, last in pairwise(self.round_starts))
 
     @property
     def contexts(self) -> Tensor:

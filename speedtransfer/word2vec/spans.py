@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ THREADS = 512  # kThreads, of each block
 _PLAN_THREADS, _ADD_THREADS = 128, 256
 _SPAN, _PARTS = MOST_WORDS_AT_ONCE, 4  # kSpan, kParts
 _SHARED_BYTES = 64 << 10  # of a block: every device that torch supports has as much
-_TRAIN = KernelArgument("27q2d")  # struct Train, of which the round comes first
+_TRAIN = KernelArgument("29q2d")  # struct Train, of which the round comes first
 
 
 class Work(NamedTuple):
@@ -35,7 +36,7 @@ def pack_spans(
 ) -> Work:  # fmt: skip
     """Return what the kernels are launched with: arguments as `gradients.block_gradients`, rows contiguous.
 
-    `losses`, zeros of float64, (at_once, blocks, threads), get the loss in parts, to be summed; `blocks` train a span.
+    `losses`, zeros of float64, (most_spans, blocks, threads), get the loss in parts, to be summed; `blocks` train a span.
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
     bag_rows, rows, plan_size, room_size = _sizes(places, dim, cbow, blocks)
@@ -44,16 +45,16 @@ def pack_spans(
     plans, links = (
         torch.empty(num_spans * size, dtype=torch.int32, device=center_rows.device) for size in (plan_size, rows)
     )
-    moves = center_rows.new_empty(places.at_once * rows * dim)
-    room = center_rows.new_empty(0 if in_shared else places.at_once * blocks * room_size)
+    moves = center_rows.new_empty(places.most_spans * rows * dim)
+    room = center_rows.new_empty(0 if in_shared else places.most_spans * blocks * room_size)
     bags = places.bags
-    given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
+    given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws, places.rounds
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
     packed = _TRAIN.pack(
-        0, *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans, links, moves)),
+        0, 0, *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans, links, moves)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (room, losses)),
         len(places.before), dim, places.span, places.reach, places.draws.shape[1], bag_rows, _is_single(places), cbow,
-        places.window, plan_size, room_size, blocks, places.at_once, negative, rate,
+        places.window, plan_size, room_size, blocks, len(places.rounds) - 1, negative, rate,
     )  # fmt: skip
     shared_bytes = exchanged + (4 * room_size if in_shared else 0)
     return Work(packed, shared_bytes, (moves, plans, links, room))
@@ -114,7 +115,7 @@ def train_by_kernel(
     """Train rows in place; arguments as `pack_spans`. Return the loss, shape (), where it is wanted."""
     device = center_rows.device
     blocks = _blocks(device)
-    losses = torch.zeros(places.at_once, blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
+    losses = torch.zeros(places.most_spans, blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
     work = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses, blocks)
     stream = current_stream(device)
 
@@ -128,13 +129,15 @@ def train_by_kernel(
 
 def run_rounds(work: Work, places: Places, blocks: int, launch: Callable[..., None]) -> None:
     """Train round after round; `launch` gets the name of a kernel, its blocks and threads, and bytes of shared memory."""
-    moves, at_once, num_spans = len(work.memory[0]), places.at_once, len(places.draws)
-    for name in ("plan_spans", "link_spans") if num_spans else ():
+    num_spans, field = len(places.draws), ARGUMENT_AT // 8
+    if not num_spans:
+        return
+    for name in ("plan_spans", "link_spans"):
         launch(name, min(num_spans, 65_535), _PLAN_THREADS)
-    for number, first in enumerate(range(0, num_spans, at_once)):
-        work.argument[ARGUMENT_AT // 8] = number
-        launch("train_spans", min(at_once, num_spans - first) * blocks, THREADS, work.shared_bytes)
-        launch("add_moves", -(-moves // _ADD_THREADS), _ADD_THREADS)
+    for first, last in pairwise(places.round_starts):
+        work.argument[field : field + 2] = first, last - first
+        launch("train_spans", (last - first) * blocks, THREADS, work.shared_bytes)
+        launch("add_moves", -(-len(work.memory[0]) // _ADD_THREADS), _ADD_THREADS)
 
 
 # Finding it again would make the device current each time.
@@ -150,7 +153,7 @@ def train_in_torch(
     contexts, reach = places.contexts, places.reach
     loss = center_rows.new_zeros(()) if with_loss else None
     at = torch.arange(len(contexts), device=center_rows.device)
-    added = list[tuple[Tensor, Tensor, Tensor]]()  # to tables, at rows: after the round
+    added, ends = list[tuple[Tensor, Tensor, Tensor]](), set(places.round_starts)  # to tables, at rows: after a round
     for number, drawn in enumerate(places.draws):
         start, stop = number * places.span, min((number + 1) * places.span, len(contexts))
         here, near = slice(start, stop), slice(max(start - reach, 0), min(stop + reach, len(contexts)))
@@ -178,7 +181,7 @@ def train_in_torch(
             (context_rows, drawn, noise_slope.T @ vectors),
             (center_rows, bags, (inside.T @ moves if cbow else moves)[bag_of]),
         ]
-        if (number + 1) % places.at_once == 0 or stop == len(contexts):
+        if number + 1 in ends:
             for move in added:
                 _add(*move)
             added.clear()

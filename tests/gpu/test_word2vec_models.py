@@ -6,16 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Word2Vec, places, spans
+from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Word2Vec, spans
 from speedtransfer.word2vec.progress import TrainingProgress
 
 WORDS = [f"{first}{second}ing" for first in "bcdfgklm" for second in ("a", "ea", "é", "oo")]
-
-
-@pytest.fixture(autouse=True)
-def rounds_of_several_spans(monkeypatch):
-    """As there are of more words."""
-    monkeypatch.setattr(places, "MOST_SHARING", 2)
 
 
 def draw_block(num_words=200, window=5):
