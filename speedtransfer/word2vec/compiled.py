@@ -127,7 +127,7 @@ def _scratch(places: Places, dim: int, dtype: Any, cbow: bool) -> tuple[Any, Any
     num_noise = -(-places.draws.shape[1] // 4) * 4
     # How far the spans of a round move rows: of their words, of words near them, and negatives.
     moves, near_moves, noise = (
-        zero_rows(places.most_spans * count, dim, dtype).reshape(-1, count, -(-dim // WIDTH) * WIDTH)
+        zero_rows(places.most_spans * count, dim, dtype).reshape(places.most_spans, count, nearby.shape[1])
         for count in (WIDTH, most_near, num_noise)
     )
     noise_slopes, noise_weights = zero_rows(num_noise, WIDTH, dtype), zero_rows(1, WIDTH, dtype)
