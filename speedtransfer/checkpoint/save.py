@@ -26,7 +26,7 @@ from speedtransfer.checkpoint.table_rows import Keeps, StoredRows
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import is_url
-from speedtransfer.optim import find_handle
+from speedtransfer.optim import Handle, find_handle
 from speedtransfer.ranks import Partition
 
 
@@ -103,13 +103,13 @@ def save_checkpoint(
         is_new = not place.exists()
     processes.prepare(background)
     processes.gather_ids()
-    handles = [*filter(None, map(find_handle, model.parameters()))] if processes.is_alone else []
+    handles = [handle for handle in map(find_handle, model.parameters()) if isinstance(handle, Handle)]
     with (
         contextlib.ExitStack() as until_saved,
         contextlib.ExitStack() as until_read,
         contextlib.ExitStack() as planning,
     ):
-        for handle in handles:
+        for handle in handles if processes.is_alone else ():
             # Other threads give rows to other ids when ids and rows have both been read; in the background, copied aside.
             if handle.id_space.come_and_go:
                 until_read.enter_context(handle.rows.lock)
