@@ -103,21 +103,10 @@ def save_checkpoint(
         is_new = not place.exists()
     processes.prepare(background)
     processes.gather_ids()
-    handles = [handle for handle in map(find_handle, model.parameters()) if isinstance(handle, Handle)]
-    with (
-        contextlib.ExitStack() as until_saved,
-        contextlib.ExitStack() as until_read,
-        contextlib.ExitStack() as planning,
-    ):
-        for handle in handles if processes.is_alone else ():
-            # Other threads give rows to other ids when ids and rows have both been read; in the background, copied aside.
-            if handle.id_space.come_and_go:
-                until_read.enter_context(handle.rows.lock)
-            if handle.features is not None:
-                planning.enter_context(handle.rows.lock)
-                if handle.features.is_apart:
-                    # The optimizer has parameters of features in the place of that of the table.
-                    handle.step.check_steps_here("a checkpoint is saved")
+    stack = contextlib.ExitStack
+    with stack() as until_saved, stack() as until_read, stack() as planning:
+        if processes.is_alone:
+            _keep_from_others(model, until_read, planning)
         rows = until_saved.enter_context(SnapshotRows(place.scratch())) if background else StoredRows()
         with processes.together():
             plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
@@ -152,6 +141,23 @@ def save_checkpoint(
             # Without a thread nobody else lets the steps go on that wait.
             closing.close()
             raise
+
+
+def _keep_from_others(
+    model: nn.Module, until_read: contextlib.ExitStack, planning: contextlib.ExitStack
+) -> None:  # fmt: skip
+    """Let no other thread change ids until rows are read, or make a step of features apart while the files are planned."""
+    for handle in map(find_handle, model.parameters()):
+        # That of a head tied to a feature has no rows of its own.
+        if not isinstance(handle, Handle):
+            continue
+        if handle.id_space.come_and_go:
+            until_read.enter_context(handle.rows.lock)
+        if handle.features is not None:
+            planning.enter_context(handle.rows.lock)
+            if handle.features.is_apart:
+                # The optimizer has parameters of features in the place of that of the table.
+                handle.step.check_steps_here("a checkpoint is saved")
 
 
 def plan_files(

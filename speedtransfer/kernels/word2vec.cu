@@ -533,7 +533,8 @@ extern "C" CLUSTER_OF(kBlocks) __launch_bounds__(kThreads, 1) __global__ void tr
 extern "C" __global__ void train_spans(const __grid_constant__ Train given) {
     // Twice, so that the compiler knows which memory it is.
     if (given.room == nullptr) {
-        train_columns(given, shared_floats(), shared_floats() + Columns::exchanged(Counts(given), static_cast<unsigned int>(given.blocks)));
+        const unsigned int blocks = static_cast<unsigned int>(given.blocks);
+        train_columns(given, shared_floats(), shared_floats() + Columns::exchanged(Counts(given), blocks));
     } else {
         train_columns(given, shared_floats(), given.room + blockIdx.x * given.room_size);
     }

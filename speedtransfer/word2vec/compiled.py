@@ -1,4 +1,4 @@
-"""Train the rows of a block on the host, compiled by numba.
+"""Train the rows of a block on the host, and find its rounds, compiled by numba.
 
 One core does it: a second one, given half of the rows to copy, takes them out of the caches of the first. A pair costs a dot
 product and two additions of a row, all in the cache; negatives, which the words of a span share, cost products of small
@@ -21,6 +21,37 @@ from speedtransfer.buffers import empty
 from speedtransfer.word2vec import lanes
 from speedtransfer.word2vec.lanes import WIDTH, zero_rows
 from speedtransfer.word2vec.places import Places
+
+
+@lanes.compile_loops
+def find_rounds(
+    rows: np.ndarray, starts: np.ndarray, draws: np.ndarray, num_rows: tuple[int, int], most_spans: int, most_times: int
+) -> np.ndarray:  # fmt: skip
+    """Return the span that each round begins with, and last how many spans there are.
+
+    `starts` (spans + 1,) says where each span begins in `rows` (n,) and last where they end; `draws` (spans, num_draws) are
+    other rows. They are below `num_rows`. A round is as long as it may be: of `most_spans`, with no row of either kind more
+    than `most_times`, but for what one span has.
+    """
+    found, times, drawn = [0], np.zeros(num_rows[0], np.int64), np.zeros(num_rows[1], np.int64)
+    for span in range(len(draws)):
+        is_full = span - found[-1] == most_spans
+        for is_new in (False, True):
+            for row in rows[starts[span] : starts[span + 1]]:
+                times[row] += 1
+                is_full = is_full or times[row] > most_times
+            for row in draws[span]:
+                drawn[row] += 1
+                is_full = is_full or drawn[row] > most_times
+            if is_new or not is_full or span == found[-1]:
+                break
+            for row in rows[starts[found[-1]] : starts[span + 1]]:
+                times[row] = 0
+            for row in draws[found[-1] : span + 1].flat:
+                drawn[row] = 0
+            found.append(span)
+    found.append(len(draws))
+    return np.array(found)
 
 
 @lanes.compile_inlined

@@ -104,10 +104,10 @@ class Places:
         pool, num_spans = outputs.inverse[len(words) :], -(-len(words) // span)
         num_draws = min(len(pool), num_draws)
         draws = pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) % len(pool)]
-        find_rounds = compiled_module("speedtransfer.word2vec.rounds").find_rounds
+        find_rounds = compiled_module("speedtransfer.word2vec.compiled").find_rounds
         moved, span_starts = bags.rows.inverse.numpy(), np.append(bags.starts[:-1:span].numpy(), len(bags.rows.inverse))
-        sizes_of = len(bags.rows.ids), len(outputs.ids)
-        rounds = find_rounds(moved, span_starts, draws.numpy(), sizes_of, MOST_SPANS_AT_ONCE, MOST_TIMES)
+        num_rows = len(bags.rows.ids), len(outputs.ids)
+        rounds = find_rounds(moved, span_starts, draws.numpy(), num_rows, MOST_SPANS_AT_ONCE, MOST_TIMES)
         num_pairs = (_side_weight(before, window) + _side_weight(after, window)).sum()
         starts, predicted = bags.starts.tolist(), (sizes > 0).sum()
         round_starts = rounds.tolist()
